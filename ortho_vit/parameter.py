@@ -1,0 +1,154 @@
+"""A parameter that knows which of its rows are orthonormal.
+
+The constraint lives on the parameter, not in a module: any module may own a `StiefelParameter`, and every optimizer in
+`ortho_vit.optim` recognises it.  To everything else it is an ordinary `nn.Parameter`, and in a state dict a plain tensor.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from multiprocessing import reduction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ortho_vit.stiefel import polar, random_stiefel
+
+__all__ = ["StiefelParameter", "constrain", "stiefel_parameters"]
+
+
+class StiefelParameter(nn.Parameter):
+    """A parameter whose first `rows` rows (default: all) are `blocks` equal blocks, each orthonormal along its shorter side.
+
+    Rows are orthonormal where a block is wide, columns where it is tall: the convention of `nn.init.orthogonal_`.  The
+    rows after the first `rows` are free.  With more than two dimensions the leading ones are a batch of matrices.
+
+        StiefelParameter(random_stiefel(32, 384))                  # one frame of 32 rows
+        StiefelParameter(qkv, blocks=2 * heads, rows=2 * d_model)  # a fused (3d, d) attention weight: W^Q, W^K by heads
+
+    The values are taken as they are; `constrain` and the optimizers put them on the manifold.  Type and blocks survive
+    deepcopy, pickle, spawned processes, `Module.to`, `load_state_dict`, EMA copies, `torch.compile` and `torch.export`.
+    torch itself makes plain parameters in two places: `load_state_dict(assign=True)`, and `Module.to_empty` or `.to("meta")`.
+    After those, `constrain(module, name, blocks=..., rows=..., init="keep")` restores it.
+    """
+
+    blocks: int
+    rows: int
+
+    def __new__(
+        cls, data: Tensor, *, blocks: int = 1, rows: int | None = None, requires_grad: bool = True
+    ) -> "StiefelParameter":
+        rows = check_blocks(data, blocks, rows)
+        self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        self.blocks, self.rows = blocks, rows
+        return self
+
+    def matrices(self) -> Tensor:
+        """A writable view (B, r, c) of the constrained blocks."""
+        return matrices_of(self, self.detach())
+
+    def free(self) -> Tensor | None:
+        """A writable view (..., free rows, c) of the rows after the constrained ones, or None."""
+        return free_of(self, self.detach())
+
+    def __repr__(self) -> str:
+        return f"StiefelParameter(blocks={self.blocks}, rows={self.rows}) containing:\n{self.data!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StiefelParameter":
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = _rebuild(data, copy.deepcopy(self.__dict__, memo), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self.data, dict(self.__dict__), self.requires_grad)
+
+
+def _rebuild(data: Tensor, attributes: dict[str, Any], requires_grad: bool) -> StiefelParameter:
+    parameter = torch.Tensor._make_subclass(StiefelParameter, data, requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def _reduce(parameter: StiefelParameter):
+    return parameter.__reduce_ex__(2)
+
+
+torch.serialization.add_safe_globals(
+    [_rebuild, StiefelParameter]
+)  # torch.load(weights_only=True) of a saved parameter
+reduction.register(
+    StiefelParameter, _reduce
+)  # torch.multiprocessing: a spawned copy keeps its type and shares memory
+
+
+def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
+    """The number of constrained rows, if `data` can be cut that way."""
+    what = f"StiefelParameter of shape {tuple(data.shape)}"
+    if data.ndim < 2 or data.numel() == 0:
+        raise ValueError(f"{what}: needs at least two dimensions, none of them empty")
+    if not data.is_floating_point():
+        raise ValueError(f"{what}: needs a real floating-point dtype, got {data.dtype}")
+    rows = data.shape[-2] if rows is None else rows
+    if not 1 <= rows <= data.shape[-2]:
+        raise ValueError(f"{what}: rows must be in [1, {data.shape[-2]}], got {rows}")
+    if blocks < 1 or rows % blocks:
+        raise ValueError(f"{what}: blocks must divide the {rows} constrained rows, got {blocks}")
+    if blocks > 1 and rows < data.shape[-2] and math.prod(data.shape[:-2]) > 1:
+        raise ValueError(f"{what}: a batch of matrices cannot have both free rows and several blocks")
+    return rows
+
+
+def matrices_of(parameter: StiefelParameter, x: Tensor) -> Tensor:
+    """The part of x (shaped as the parameter: itself, its gradient, a copy) that belongs to its constrained blocks."""
+    blocks, c = parameter.blocks, x.shape[-1]
+    batch = math.prod(x.shape[:-2])
+    cut = x.narrow(-2, 0, parameter.rows).unflatten(-2, (blocks, parameter.rows // blocks))
+    return cut.reshape(batch * blocks, parameter.rows // blocks, c)
+
+
+def free_of(parameter: StiefelParameter, x: Tensor) -> Tensor | None:
+    """The part of x (shaped as the parameter) that belongs to its free rows."""
+    count = x.shape[-2] - parameter.rows
+    return x.narrow(-2, parameter.rows, count) if count else None
+
+
+def constrain(
+    module: nn.Module,
+    name: str = "weight",
+    *,
+    blocks: int = 1,
+    rows: int | None = None,
+    init: Literal["polar", "random", "keep"] = "polar",
+) -> nn.Module:
+    """Make `module.<name>` a `StiefelParameter`, and return the module.
+
+    `init` is "polar" (the nearest orthonormal blocks), "random" (uniform ones) or "keep" (the values as they are).  The
+    parameter stays the same object, so weights that are tied, hooked or already in an optimizer remain so.
+    """
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        have = ", ".join(k for k, p in module._parameters.items() if p is not None) or "none"
+        raise ValueError(f"constrain: {type(module).__name__} has no parameter {name!r}; it has: {have}")
+    if init not in ("polar", "random", "keep"):
+        raise ValueError(f"constrain: init must be 'polar', 'random' or 'keep', got {init!r}")
+    if type(parameter) not in (nn.Parameter, StiefelParameter):
+        raise ValueError(f"constrain: {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
+    if parameter.is_meta and init != "keep":
+        raise ValueError(f"constrain: {name!r} is on the meta device and has no values; use init='keep'")
+    rows = check_blocks(parameter, blocks, rows)
+    parameter.__class__ = StiefelParameter
+    parameter.blocks, parameter.rows = blocks, rows
+    if init != "keep":
+        with torch.no_grad():
+            X = parameter.matrices()
+            X.copy_(polar(X) if init == "polar" else random_stiefel(*X.shape, dtype=X.dtype, device=X.device))
+    return module
+
+
+def stiefel_parameters(model: nn.Module) -> Iterator[tuple[str, StiefelParameter]]:
+    """Every constrained parameter of a model, with its name."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, StiefelParameter):
+            yield name, parameter
