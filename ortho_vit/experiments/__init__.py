@@ -1,0 +1,1 @@
+"""The paper's experiments, each a function that returns a `Result`, a plot and a command."""

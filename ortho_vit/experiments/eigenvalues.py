@@ -1,0 +1,501 @@
+"""Leading eigenvalues: the paper's test bed, figure by figure.
+
+    max tr(XᵀAX N)  over St(n, m),    A = (Ξ + Ξᵀ) / (2√n),  Ξ standard normal
+
+N = I is the paper's problem; its optimum is the sum of the m largest eigenvalues.  There XᵀG is symmetric, so
+the rotation part Z of the momentum is zero for ever and metric, matrix exponential and the coefficient of U·Z
+cannot matter.  N = diag(m, …, 1)/m is Brockett's cost, where they do; its optimum is Σ Nᵢ λᵢ.
+
+    python -m ortho_vit.experiments.eigenvalues fig-convergence | fig-metrics | fig-manifold | fig-retraction
+                                                | fig-learning-rate | fig-time | all   [--quick] [--seed 0]
+                                                [--output DIR]
+"""
+
+import argparse
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ortho_vit.experiments.result import (
+    Result,
+    add_common_options,
+    new_figure,
+    progress,
+    run_command,
+    save_figure,
+)
+from ortho_vit.optim import MomentumlessStiefelSGD, ProjectedStiefelSGD, StiefelAdam, StiefelSGD
+from ortho_vit.parameter import StiefelParameter
+from ortho_vit.stiefel import orthogonality_error, polar, random_stiefel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Factory = Callable[[list[StiefelParameter]], Optimizer]
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """max tr(XᵀAX diag(N)) from a random start, with the optimum from an eigendecomposition in float64."""
+
+    A: Tensor  # (n, n), symmetric
+    N: Tensor  # (m,)
+    start: Tensor  # (n, m)
+    optimum: float
+
+    @classmethod
+    def random(cls, n: int, m: int, *, seed: int, brockett: bool = False) -> "Problem":
+        if not 1 <= m <= n:
+            raise ValueError(f"eigenvalues: m must be between 1 and n = {n}, got {m}")
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
+        A = (noise + noise.mT) / (2 * math.sqrt(n))
+        N = torch.ones(m, dtype=torch.float64)
+        if brockett:
+            N = torch.arange(m, 0, -1, dtype=torch.float64) / m
+        leading = torch.linalg.eigvalsh(A).flip(0)[:m]
+        start = random_stiefel(n, m, dtype=torch.float64, generator=generator)
+        return cls(A, N, start, float(leading @ N))
+
+    @cached_property
+    def A_single(self) -> Tensor:
+        return self.A.float()
+
+    def evaluate(self, X: Tensor) -> tuple[float, Tensor]:
+        """|f(X) − f*| in float64, above the optimum too; and the gradient, in the precision of X."""
+        exact = X.double()
+        AX = self.A @ exact
+        error = abs(self.optimum - torch.sum(AX * (exact * self.N)).item())
+        if X.dtype == torch.float32:
+            AX = self.A_single @ X
+        return error, 2 * AX * self.N.to(X.dtype)
+
+
+@dataclass
+class Run:
+    """One method on one problem: the error and ‖XᵀX − I‖_max at the start and after every iteration."""
+
+    errors: list[float]
+    deviations: list[float]
+    overflowed: bool = False
+
+    def first_below(self, threshold: float) -> int | None:
+        return next((i for i, error in enumerate(self.errors) if error < threshold), None)
+
+    def columns(self) -> dict[str, list[float]]:
+        iteration = [float(i) for i in range(len(self.errors))]
+        return {"iteration": iteration, "error": self.errors, "deviation": self.deviations}
+
+
+def maximize(
+    problem: Problem,
+    factory: Factory,
+    iterations: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    stop_below: float = 0.0,
+    deviations: bool = True,
+) -> Run:
+    """Ascend from the problem's start for `iterations`, to an error, or to the first number that is not finite."""
+    parameter = StiefelParameter(problem.start.to(dtype, copy=True))
+    optimizer = factory([parameter])
+    run = Run([], [])
+    for step in range(iterations + 1):
+        error, gradient = problem.evaluate(parameter.detach())
+        run.errors.append(error)
+        run.deviations.append(orthogonality_error(parameter) if deviations else math.nan)
+        if not math.isfinite(error):
+            run.overflowed = True
+            break
+        if step == iterations or error < stop_below:
+            break
+        parameter.grad = -gradient
+        try:
+            optimizer.step()
+        except RuntimeError as burst:  # raised before anything is written
+            if not re.search("finite|overflow", str(burst)):
+                raise
+            run.overflowed = True
+            break
+    return run
+
+
+def record(result: Result, label: str, run: Run, **extra: Any) -> None:
+    """Add a curve, and its row: iterations to reach an error, the last error, the largest deviation."""
+    result.series[label] = run.columns()
+    reached = {f"to {threshold:g}": run.first_below(threshold) for threshold in (1e-2, 1e-4, 1e-6)}
+    last = {"iterations": len(run.errors) - 1, "best error": min(run.errors), "last error": run.errors[-1]}
+    result.table.append(
+        {"method": label, **extra, **reached, **last, "largest deviation": max(run.deviations)}
+    )
+
+
+# ---- the methods, at the paper's learning rates ----------------------------------------------------
+
+METHODS: dict[str, Factory] = {
+    "StiefelSGD": partial(StiefelSGD, lr=0.1, momentum=0.9),
+    "StiefelSGD, as printed": partial(StiefelSGD, lr=0.1, momentum=0.9, integrator="paper"),
+    "StiefelAdam": partial(StiefelAdam, lr=1e-3),
+    "StiefelAdam, as printed": partial(StiefelAdam, lr=1e-3, integrator="paper"),
+    "ProjectedStiefelSGD": partial(ProjectedStiefelSGD, lr=0.2, momentum=0.9),
+    "ProjectedStiefelSGD, μ = 0": partial(ProjectedStiefelSGD, lr=0.2, momentum=0.0),
+    "MomentumlessStiefelSGD": partial(MomentumlessStiefelSGD, lr=0.1),
+}
+STYLES = {
+    "StiefelSGD": ("tab:blue", "-"),
+    "StiefelSGD, as printed": ("tab:blue", ":"),
+    "StiefelAdam": ("tab:purple", "-"),
+    "StiefelAdam, as printed": ("tab:purple", ":"),
+    "ProjectedStiefelSGD": ("tab:orange", "-"),
+    "ProjectedStiefelSGD, μ = 0": ("tab:orange", "--"),
+    "MomentumlessStiefelSGD": ("tab:green", "-"),
+}
+
+
+# ---- figure 1: convergence --------------------------------------------------------------------------
+
+
+def convergence(*, seed: int = 0, quick: bool = False) -> Result:
+    """Error and deviation against iterations, every method, both precisions."""
+    n, m, iterations = (60, 4, 60) if quick else (1000, 10, 5000)
+    result = Result("convergence", {"n": n, "m": m, "iterations": iterations, "seed": seed})
+    problem = Problem.random(n, m, seed=seed)
+    result.settings["optimum"] = problem.optimum
+    for precision, dtype in DTYPES.items():
+        for method, factory in METHODS.items():
+            with progress(f"convergence: {method}, {precision}"):
+                run = maximize(problem, factory, iterations, dtype=dtype)
+            record(result, f"{method} | {precision}", run)
+    return result
+
+
+def plot_convergence(result: Result) -> "Figure":
+    figure, axes = new_figure(2, 2, (10, 7))
+    for column, precision in enumerate(DTYPES):
+        for method, (colour, line) in STYLES.items():
+            curve = result.series[f"{method} | {precision}"]
+            for row, key in enumerate(("error", "deviation")):
+                axes[row][column].semilogy(
+                    curve["iteration"], _floor(curve[key]), line, color=colour, label=method, lw=1.3
+                )
+        axes[0][column].set(title=precision, ylabel="error |f(X) − f*|")
+        axes[1][column].set(xlabel="iteration", ylabel="max |XᵀX − I|")
+        for axis in axes[:, column]:
+            axis.set_xlim(0, min(2500, result.settings["iterations"]))
+    axes[0][0].legend(fontsize=8)
+    figure.suptitle("Leading eigenvalues, n = {n}, m = {m}".format(**result.settings))
+    return figure
+
+
+# ---- figure 2: metric and matrix exponential -------------------------------------------------------
+
+
+def metrics(*, seed: int = 0, quick: bool = False) -> Result:
+    """metric × expm × integrator for StiefelSGD and StiefelAdam, on the eigenvalue problem and on Brockett's
+    cost.
+    """
+    sizes = {"eigenvalues": (60, 4, 40), "brockett": (20, 3, 40)}
+    if not quick:
+        sizes = {"eigenvalues": (500, 10, 1500), "brockett": (60, 6, 1500)}
+    rates = {
+        ("eigenvalues", "SGD"): partial(StiefelSGD, lr=0.1, momentum=0.9),
+        ("eigenvalues", "Adam"): partial(StiefelAdam, lr=1e-3),
+        ("brockett", "SGD"): partial(StiefelSGD, lr=0.1, momentum=0.9),
+        ("brockett", "Adam"): partial(StiefelAdam, lr=1e-2),
+    }
+    result = Result("metrics", {"sizes (n, m, iterations)": sizes, "seed": seed})
+    for (cost, family), make in rates.items():
+        n, m, iterations = sizes[cost]
+        problem = Problem.random(n, m, seed=seed, brockett=cost == "brockett")
+        for integrator in ("isometric", "paper"):
+            with progress(f"metrics: {cost}, {family}, {integrator}"):
+                for metric in ("canonical", "euclidean"):
+                    for expm in ("euler", "cayley", "exact"):
+                        factory = partial(make, metric=metric, expm=expm, integrator=integrator)
+                        run = maximize(problem, factory, iterations)
+                        record(result, f"{cost} | {family} | {integrator} | {metric} | {expm}", run)
+    return result
+
+
+def plot_metrics(result: Result) -> "Figure":
+    figure, axes = new_figure(2, 2, (10, 7))
+    colours = {"canonical": "tab:blue", "euclidean": "tab:red"}
+    lines = {"euler": "-", "cayley": "--", "exact": ":"}
+    for label, curve in result.series.items():
+        cost, family, integrator, metric, expm = label.split(" | ")
+        if integrator == "isometric":
+            axis = axes[("eigenvalues", "brockett").index(cost)][("SGD", "Adam").index(family)]
+            y, style = _floor(curve["error"]), {"color": colours[metric], "ls": lines[expm]}
+            axis.semilogy(curve["iteration"], y, lw=1.5, label=f"{metric}, {expm}", **style)
+    for row, title in enumerate(("leading eigenvalues (Z ≡ 0)", "Brockett's cost (Z ≠ 0)")):
+        for column, family in enumerate(("SGD", "Adam")):
+            axes[row][column].set(title=f"Stiefel{family}, {title}", xlabel="iteration", ylabel="error")
+    axes[1][0].legend(fontsize=8)
+    return figure
+
+
+# ---- figure 3: what manifold error costs -----------------------------------------------------------
+
+
+def manifold(*, seed: int = 0, quick: bool = False) -> Result:
+    """Fewer Cayley loops, rarer QR, fewer polar iterations: the error they leave."""
+    n, m, iterations = (60, 4, 40) if quick else (500, 10, 1500)
+    result = Result("manifold", {"n": n, "m": m, "iterations": iterations, "seed": seed})
+    projected = partial(ProjectedStiefelSGD, lr=0.2, momentum=0.9)
+    stiefel = partial(StiefelSGD, lr=0.1, momentum=0.9, integrator="paper")
+    loops = {f"loops | s = {s}": partial(projected, cayley_steps=s, qr_every=None) for s in (1, 2, 4, 8, 16)}
+    rest = {f"QR | {e or 'never'}": partial(projected, qr_every=e) for e in (1, 10, 100, None)}
+    inner = {f"polar | {i}": partial(stiefel, inner_steps=i) for i in (1, 2, 4, 8)}
+    problem = Problem.random(n, m, seed=seed)
+    for label, factory in (loops | rest | inner).items():
+        with progress(f"manifold: {label}"):
+            record(result, label, maximize(problem, factory, iterations))
+    return result
+
+
+def plot_manifold(result: Result) -> "Figure":
+    figure, axes = new_figure(2, 3, (12, 7))
+    panels = {
+        "loops": "ProjectedStiefelSGD, s Cayley loops, no QR",
+        "QR": "ProjectedStiefelSGD, s = 5, QR every …",
+        "polar": "StiefelSGD as printed, polar iterations",
+    }
+    for column, (kind, title) in enumerate(panels.items()):
+        for label, curve in result.series.items():
+            if label.startswith(kind + " |"):
+                for row, key in enumerate(("error", "deviation")):
+                    name = label.split(" | ")[1]
+                    axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), lw=1.3, label=name)
+        axes[0][column].set(title=title, ylabel="error |f(X) − f*|")
+        axes[1][column].set(xlabel="iteration", ylabel="max |XᵀX − I|")
+        axes[0][column].legend(fontsize=8)
+        axes[0][column].title.set_fontsize(10)
+    return figure
+
+
+# ---- figure 4: our retraction in another method ------------------------------------------------------
+
+
+class PolarProjectedSGD(Optimizer):
+    """Projected Stiefel SGD with a polar retraction for the position and nothing done for the momentum.
+
+        M ← μ M − G ;   X ← polar(X + lr · M)
+    M is never brought to the tangent space: that is the experiment.
+    """
+
+    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                X, state = parameter.matrices(), self.state[parameter]
+                M = state.setdefault("momentum_buffer", torch.zeros_like(X))
+                M.mul_(group["momentum"]).sub_(parameter.grad.reshape(X.shape))
+                X.copy_(polar(X + group["lr"] * M))
+
+
+def retraction(*, seed: int = 0, quick: bool = False) -> Result:
+    """The cheap retraction outside the method it was made for."""
+    n, m, iterations = (60, 4, 40) if quick else (1000, 10, 1500)
+    result = Result("retraction", {"n": n, "m": m, "iterations": iterations, "seed": seed})
+    methods: dict[str, Factory] = {
+        "StiefelSGD": METHODS["StiefelSGD"],
+        "ProjectedStiefelSGD": METHODS["ProjectedStiefelSGD"],
+        "ProjectedStiefelSGD, μ = 0": METHODS["ProjectedStiefelSGD, μ = 0"],
+    }
+    for lr in (0.1, 0.2, 0.5, 1.0):
+        methods[f"polar, momentum untouched, lr {lr:g}"] = partial(PolarProjectedSGD, lr=lr, momentum=0.9)
+    problem = Problem.random(n, m, seed=seed)
+    for label, factory in methods.items():
+        with progress(f"retraction: {label}"):
+            record(result, label, maximize(problem, factory, iterations))
+    return result
+
+
+def plot_retraction(result: Result) -> "Figure":
+    figure, axes = new_figure(1, 2, (11, 4.2))
+    shades = iter(("#f4a6a6", "#e05c5c", "#b02020", "#600000"))
+    for label, curve in result.series.items():
+        colour, line = STYLES.get(label) or (next(shades), "-")
+        for axis, key in zip(axes, ("error", "deviation"), strict=True):
+            axis.semilogy(curve["iteration"], _floor(curve[key]), line, color=colour, lw=1.4, label=label)
+    axes[0].set(xlabel="iteration", ylabel="error |f(X) − f*|")
+    axes[1].set(xlabel="iteration", ylabel="max |XᵀX − I|")
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+# ---- figure 5: the learning rate ----------------------------------------------------------------------
+
+RATED: dict[str, Callable[..., Optimizer]] = {
+    "StiefelSGD": partial(StiefelSGD, momentum=0.9),
+    "StiefelSGD, as printed": partial(StiefelSGD, momentum=0.9, integrator="paper"),
+    "StiefelAdam": StiefelAdam,
+    "StiefelAdam, as printed": partial(StiefelAdam, integrator="paper"),
+    "ProjectedStiefelSGD": partial(ProjectedStiefelSGD, momentum=0.9),
+    "ProjectedStiefelSGD, μ = 0": partial(ProjectedStiefelSGD, momentum=0.0),
+    "MomentumlessStiefelSGD": MomentumlessStiefelSGD,
+}
+
+
+def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
+    """Iterations to an error of 1e-6 against the learning rate, median of three seeds; where it overflows
+    instead.
+    """
+    n, m, iterations, seeds = (40, 3, 40, 1) if quick else (200, 10, 3000, 3)
+    grid = [0.05, 0.5] if quick else [round(10 ** (i / 6 - 4), 6) for i in range(31)]
+    settings = {"n": n, "m": m, "iterations": iterations, "seeds": list(range(seed, seed + seeds))}
+    result = Result("learning-rate", settings)
+    problems = [Problem.random(n, m, seed=s) for s in settings["seeds"]]
+    for method, make in RATED.items():
+        curve: dict[str, list[float]] = {"lr": [], "iterations": [], "reached": [], "overflowed": []}
+        with progress(f"learning rate: {method}"):
+            for lr in grid:
+                options = {"stop_below": 1e-6, "deviations": False}
+                runs = [
+                    maximize(problem, partial(make, lr=lr), iterations, **options) for problem in problems
+                ]
+                counts = [run.first_below(1e-6) for run in runs]
+                reached = [count for count in counts if count is not None]
+                median = float(statistics.median(reached)) if len(reached) == seeds else math.nan
+                values = (lr, median, float(len(reached)), float(sum(run.overflowed for run in runs)))
+                for key, value in zip(curve, values, strict=True):
+                    curve[key].append(value)
+        result.series[method] = curve
+        result.table.append(_learning_rate_row(method, curve))
+    return result
+
+
+def _learning_rate_row(method: str, curve: dict[str, list[float]]) -> dict[str, Any]:
+    works = [(n, lr) for n, lr in zip(curve["iterations"], curve["lr"], strict=True) if math.isfinite(n)]
+    bursts = [lr for lr, count in zip(curve["lr"], curve["overflowed"], strict=True) if count]
+    fewest, best = min(works) if works else (None, None)
+    return {
+        "method": method,
+        "best lr": best,
+        "fewest iterations": fewest,
+        "least lr that works": min((lr for _, lr in works), default=None),
+        "largest lr that works": max((lr for _, lr in works), default=None),
+        "least lr that overflows": min(bursts, default=None),
+    }
+
+
+def plot_learning_rate(result: Result) -> "Figure":
+    figure, axes = new_figure(1, 1, (8.5, 5.2))
+    axis: Axes = axes
+    ceiling = result.settings["iterations"]
+    for i, (method, curve) in enumerate(result.series.items()):
+        colour, line = STYLES[method]
+        axis.loglog(curve["lr"], curve["iterations"], line, marker="o", ms=3, color=colour, label=method)
+        burst = [lr for lr, count in zip(curve["lr"], curve["overflowed"], strict=True) if count]
+        height = ceiling * 1.2 ** (i + 1)
+        axis.loglog(burst, [height] * len(burst), "x", color=colour, ms=5)
+    axis.axhline(ceiling, color="grey", lw=0.6)
+    axis.text(axis.get_xlim()[0] * 1.1, ceiling * 1.05, "× overflow", fontsize=8, color="grey")
+    axis.set(xlabel="learning rate", ylabel="iterations to 1e-6 (median of seeds)")
+    axis.set_title("n = {n}, m = {m}: where each method works".format(**result.settings))
+    axis.legend(fontsize=8, loc="lower left")
+    return figure
+
+
+# ---- figure 6: time an iteration --------------------------------------------------------------------------
+
+
+def step_time(*, seed: int = 0, quick: bool = False) -> Result:
+    """Median time of `optimizer.step()` alone against n and m: all methods in turn, round after round."""
+    by_n = [(n, 10) for n in ((100, 300) if quick else (100, 300, 1000, 3000, 10000))]
+    by_m = [(300 if quick else 1000, m) for m in ((4, 16) if quick else (4, 8, 16, 32, 64, 128, 256))]
+    rounds = 3 if quick else 31
+    result = Result("time", {"rounds": rounds, "seed": seed, "dtype": "float64"})
+    result.series = {f"{m} | {a}": {"size": [], "ms": []} for a in ("n", "m") for m in METHODS}
+    for axis, sizes in (("n", by_n), ("m", by_m)):
+        for n, m in sizes:
+            with progress(f"time: n = {n}, m = {m}"):
+                medians = time_steps(n, m, rounds, seed)
+            for method, milliseconds in medians.items():
+                curve = result.series[f"{method} | {axis}"]
+                curve["size"].append(float(n if axis == "n" else m))
+                curve["ms"].append(milliseconds)
+            result.table.append({"n": n, "m": m, **{k: round(v, 4) for k, v in medians.items()}})
+    return result
+
+
+def time_steps(n: int, m: int, rounds: int, seed: int) -> dict[str, float]:
+    """Milliseconds a step of every method, interleaved; the gradient is drawn once and not timed."""
+    generator = torch.Generator().manual_seed(seed)
+    X = random_stiefel(n, m, dtype=torch.float64, generator=generator)
+    G = torch.randn(n, m, dtype=torch.float64, generator=generator) / math.sqrt(n)
+    optimizers = {}
+    for method, factory in METHODS.items():
+        parameter = StiefelParameter(X.clone())
+        parameter.grad = G.clone()
+        optimizers[method] = factory([parameter])
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    for i in range(rounds + 2):
+        for method, optimizer in optimizers.items():
+            start = time.perf_counter()
+            optimizer.step()
+            if i >= 2:  # the first two warm up
+                times[method].append(1e3 * (time.perf_counter() - start))
+    return {method: statistics.median(values) for method, values in times.items()}
+
+
+def plot_step_time(result: Result) -> "Figure":
+    figure, axes = new_figure(1, 2, (11, 4.2))
+    for axis, name, title in zip(axes, ("n", "m"), ("m = 10", "n = 1000"), strict=True):
+        for method, (colour, line) in STYLES.items():
+            curve = result.series[f"{method} | {name}"]
+            axis.loglog(curve["size"], curve["ms"], line, marker="o", ms=3, color=colour, label=method)
+        axis.set(xlabel=name, ylabel="ms a step, gradient excluded", title=title)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+# ---- the command --------------------------------------------------------------------------------------------
+
+FIGURES: dict[str, tuple[Callable[..., Result], Callable[[Result], "Figure"]]] = {
+    "fig-convergence": (convergence, plot_convergence),
+    "fig-metrics": (metrics, plot_metrics),
+    "fig-manifold": (manifold, plot_manifold),
+    "fig-retraction": (retraction, plot_retraction),
+    "fig-learning-rate": (learning_rate, plot_learning_rate),
+    "fig-time": (step_time, plot_step_time),
+}
+
+
+def _floor(values: Sequence[float]) -> list[float]:
+    """A logarithmic axis has no zero; what is zero to rounding is drawn at 1e-17."""
+    return [max(value, 1e-17) for value in values]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.eigenvalues", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("figure", choices=[*FIGURES, "all"])
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    for name in FIGURES if options.figure == "all" else [options.figure]:
+        experiment, plot = FIGURES[name]
+        result = experiment(seed=options.seed, quick=options.quick)
+        result.save(options.output)
+        save_figure(plot(result), options.output / f"{result.name}.png")
+        result.print_table()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,141 @@
+"""What every experiment returns and how it is kept: curves, a table, the settings and versions that made
+them.
+
+result.save(folder)   writes  <name>.json  (settings, versions, table)  and  <name>.csv  (the curves, thinned)
+"""
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_POINTS = 200  # of a curve kept in a file: more is not visible
+
+
+def versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
+    threads = str(torch.get_num_threads())
+    return {
+        "python": platform.python_version(),
+        **packages,
+        "machine": platform.machine(),
+        "threads": threads,
+    }
+
+
+@dataclass
+class Result:
+    """`series` maps a curve's label to its columns (lists of one length); `table` has a row (a dict) a
+    method.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    series: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    table: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"name": self.name, "settings": self.settings, "versions": self.versions, "table": self.table}
+        text = json.dumps(_finite(head), indent=1, ensure_ascii=False)
+        (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        if self.series:
+            columns = list(next(iter(self.series.values())))
+            with (folder / f"{self.name}.csv").open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(["series", *columns])
+                for label, curve in self.series.items():
+                    for i in thin(len(curve[columns[0]])):
+                        writer.writerow([label, *(f"{curve[column][i]:.6g}" for column in columns)])
+
+    def print_table(self) -> None:
+        """The table as text, one line a row."""
+        if not self.table:
+            return
+        cells = [list(self.table[0])] + [[_show(value) for value in row.values()] for row in self.table]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        for line in cells:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def thin(length: int) -> list[int]:
+    """At most about `_POINTS` indices out of `length`, half of them evenly spread and half logarithmically."""
+    if length <= _POINTS:
+        return list(range(length))
+    half = _POINTS // 2
+    even = (round(i * (length - 1) / (half - 1)) for i in range(half))
+    log = (round(math.expm1(i * math.log(length) / (half - 1))) for i in range(half))
+    return sorted({*even, *log} & set(range(length)))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null says that there is no number."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _show(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Figure", Any]:
+    """A figure that belongs to no window, and its axes with a faint grid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns)
+    for axis in figure.axes:
+        axis.grid(alpha=0.25, lw=0.5)
+    return figure, axes
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[None]:
+    """Say on standard error what is being run, and how long it took."""
+    print(f"{label} … ", end="", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and few iterations: seconds, for a look"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("results"), help="folder for the results (default results/)"
+    )
+
+
+def run_command(main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> int:
+    """Run a command; what the user got wrong is one line on standard error and exit code 1."""
+    try:
+        main(arguments)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,44 @@
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ortho_vit.experiments.result import Result, run_command, thin
+
+
+def test_a_result_is_saved_with_its_settings_and_versions(tmp_path: Path) -> None:
+    result = Result("trial", {"seed": 3}, {"curve": {"x": [0.0, 1.0], "y": [1.0, math.nan]}})
+    result.table.append({"method": "curve", "reached": None, "last": math.inf})
+    result.save(tmp_path / "new folder")
+    saved = json.loads((tmp_path / "new folder" / "trial.json").read_text(encoding="utf-8"))
+    assert saved["settings"] == {"seed": 3}
+    assert saved["table"] == [{"method": "curve", "reached": None, "last": None}]
+    assert {"python", "torch", "machine"} <= set(saved["versions"])
+    rows = list(csv.reader((tmp_path / "new folder" / "trial.csv").open(encoding="utf-8")))
+    assert rows == [["series", "x", "y"], ["curve", "0", "1"], ["curve", "1", "nan"]]
+
+
+@pytest.mark.parametrize("length", [0, 1, 200, 201, 5001])
+def test_thinning_keeps_both_ends_and_few_points(length: int) -> None:
+    kept = thin(length)
+    assert len(kept) <= 200
+    assert kept == sorted(set(kept))
+    if length:
+        assert (kept[0], kept[-1]) == (0, length - 1)
+
+
+def test_a_table_prints_missing_numbers_as_dashes(capsys: pytest.CaptureFixture) -> None:
+    Result(
+        "trial", {}, table=[{"method": "a", "to 1e-6": None}, {"method": "bb", "to 1e-6": 0.12345}]
+    ).print_table()
+    assert capsys.readouterr().out == "method  to 1e-6\na       –\nbb      0.1235\n"
+
+
+def test_an_error_of_the_user_is_one_line(capsys: pytest.CaptureFixture) -> None:
+    def fails(_: object) -> None:
+        raise ValueError("two\nlines")
+
+    assert run_command(fails) == 1
+    assert capsys.readouterr().err == "error: two lines\n"
