@@ -1,0 +1,181 @@
+"""What is watched, averaged and written down during a run."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback, EMAWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.stiefel import is_tall, orthogonality_error, polar
+
+
+class OrthogonalityMonitor(Callback):
+    """Measures every constrained parameter, logs what it finds, and stops the run when one has left the manifold.
+
+    Logged are `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|; `tangency/<parameter>`, the largest ‖X Uᵀ‖/‖U‖ of the
+    momentum U, where the optimizer has one; and the largest of each, `orthogonality` and `tangency`.
+
+    Args:
+        every_n_steps: how often to measure; besides, at the end of each epoch.
+        threshold: the largest error that is tolerated; null for optimizers that do not claim to stay on the manifold.
+    """
+
+    def __init__(self, every_n_steps: int = 50, threshold: float | None = 1e-3) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"OrthogonalityMonitor: every_n_steps must be at least 1, got {every_n_steps}")
+        if threshold is not None and not threshold > 0:
+            raise ValueError(f"OrthogonalityMonitor: threshold must be positive or null, got {threshold}")
+        self.every_n_steps, self.threshold = every_n_steps, threshold
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step % self.every_n_steps == 0:
+            self._measure(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._measure(trainer, pl_module)
+
+    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        errors = {name: orthogonality_error(p) for name, p in stiefel_parameters(pl_module)}
+        if not errors:
+            return
+        tangency = dict(momentum_tangency(pl_module, trainer.optimizers))
+        values = {f"orthogonality/{name}": value for name, value in errors.items()}
+        values |= {f"tangency/{name}": value for name, value in tangency.items()}
+        values["orthogonality"] = max(errors.values())
+        if tangency:
+            values["tangency"] = max(tangency.values())
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        trainer.callback_metrics["orthogonality"] = torch.tensor(values["orthogonality"])
+        worst = max(errors, key=lambda name: _nan_first(errors[name]))
+        if self.threshold is not None and not errors[worst] <= self.threshold:
+            raise RuntimeError(
+                f"{worst} has left the manifold at step {trainer.global_step}: its orthogonality error is "
+                f"{errors[worst]:.3g}, more than the {self.threshold:g} of OrthogonalityMonitor; the last checkpoint is older"
+            )
+
+
+def _nan_first(value: float) -> float:
+    return value if value == value else float("inf")
+
+
+def momentum_tangency(pl_module: L.LightningModule, optimizers: Any) -> Iterator[tuple[str, float]]:
+    """The largest ‖X Uᵀ‖/‖U‖ over the blocks of each parameter whose optimizer keeps a momentum U off its span."""
+    for name, parameter in stiefel_parameters(pl_module):
+        for optimizer in optimizers:
+            U = optimizer.state.get(parameter, {}).get("U")
+            if isinstance(U, Tensor) and U.numel():
+                X = parameter.matrices()
+                X = (X.mT if is_tall(X) else X).to(U.dtype)
+                U = U.view(X.shape)
+                ratio = (X @ U.mT).flatten(1).norm(dim=1) / U.flatten(1).norm(dim=1).clamp_min(1e-30)
+                yield name, ratio.max().item()
+
+
+class WeightAveraging(EMAWeightAveraging):
+    """An exponential moving average of the weights, which is what gets validated, saved and kept at the end.
+
+    The mean of orthonormal matrices is not orthonormal, so each constrained block of the average is replaced by its polar
+    factor, the nearest orthonormal one, whenever the average has moved.
+
+    Args:
+        decay: how much of the average remains at each update.
+        every_n_steps: the number of optimizer steps between two updates.
+        start_step: the step of the first update; before it the average follows the weights.
+    """
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"WeightAveraging: decay must be in [0, 1), got {decay}")
+        if every_n_steps < 1:
+            raise ValueError(f"WeightAveraging: every_n_steps must be at least 1, got {every_n_steps}")
+        super().__init__(decay=decay, update_every_n_steps=every_n_steps, update_starting_at_step=start_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        before = self._latest_update_step
+        super().on_train_batch_end(trainer, pl_module, *args)
+        if self._latest_update_step != before:
+            assert self._average_model is not None
+            put_on_manifold(self._average_model.module)
+
+    # Lightning's callback swaps and restores whatever the trainer runs, so that after `fit` the same trainer would test
+    # the weights that were not averaged.
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+@torch.no_grad()
+def put_on_manifold(module: torch.nn.Module) -> None:
+    """Replace every constrained block by its polar factor."""
+    for parameter in module.parameters():
+        if isinstance(parameter, StiefelParameter):
+            X = parameter.matrices()
+            X.copy_(polar(X))
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes the predictions as a CSV file: the picture's name, its class, and the probability of that class.
+
+    Args:
+        path: the file, which must not exist yet; by default `predictions.csv` in the run's folder.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(write_interval="batch")
+        self.path = path
+        self.target: Path | None = None
+        self.count = 0
+        self._classes: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "predict":
+            return
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        target = Path(self.path) if self.path else folder / "predictions.csv"
+        if trainer.global_rank:
+            target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
+        if target.exists():
+            raise FileExistsError(f"{target} is there already; nothing was overwritten, choose another --predictions.path")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
+        self.target, self.count = target, 0
+        with open(target, "x", newline="") as file:
+            csv.writer(file).writerow(["file", "class", "probability"])
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        assert self.target is not None
+        names, labels, probabilities = prediction
+        with open(self.target, "a", newline="") as file:
+            writer = csv.writer(file)
+            for name, label, probability in zip(names, labels.tolist(), probabilities.tolist(), strict=True):
+                writer.writerow([name, self._classes[label] if self._classes else label, f"{probability:.6f}"])
+                self.count += 1

@@ -1,0 +1,149 @@
+"""Checkpoints that a kill cannot spoil: `last.ckpt` and `best.ckpt`, each whole at any time.
+
+They are written at the end of an epoch, after validation, and every `every_n_steps` optimizer steps within one, never
+between two batches whose gradients are being accumulated: from any of them a run continues exactly as it would have.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+
+from ortho_vit.training.weights import read_checkpoint
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target and renames, and reads with `weights_only=True`.
+
+    Lightning's own writes to the system's temporary folder first, from where a move to another disk is a copy that can be
+    interrupted.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        return read_checkpoint(path, map_location)
+
+
+class Checkpoints(Checkpoint):
+    """Keeps `last.ckpt` and, where there is validation, `best.ckpt` in the run's folder `checkpoints`.
+
+    Args:
+        monitor: the metric that says which one is best.
+        mode: whether more of it or less is better.
+        every_n_steps: write `last.ckpt` also every so many optimizer steps; null for ends of epochs only.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val/accuracy",
+        mode: Literal["max", "min"] = "max",
+        every_n_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"Checkpoints: every_n_steps must be at least 1 or null, got {every_n_steps}")
+        self.monitor, self.mode, self.every_n_steps = monitor, mode, every_n_steps
+        self.best_score: float | None = None
+        self.folder: Path | None = None
+        self._validated = False
+        self._saved_step = -1
+
+    @property
+    def last_path(self) -> Path | None:
+        return self._existing("last.ckpt")
+
+    @property
+    def best_path(self) -> Path | None:
+        """The best checkpoint, or without validation the last."""
+        return self._existing("best.ckpt") or self.last_path
+
+    def _existing(self, name: str) -> Path | None:
+        path = self.folder / name if self.folder else None
+        return path if path and path.is_file() else None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+        last, resumed = self.last_path, trainer.ckpt_path
+        if last and not (resumed and Path(resumed).resolve().parent == last.resolve().parent):
+            raise FileExistsError(
+                f"{last} is there already; nothing was overwritten.  "
+                f"Continue it with --ckpt_path {last}, or choose another --name or --trainer.default_root_dir"
+            )
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        if self.every_n_steps is None or trainer.global_step % self.every_n_steps or loop._should_accumulate():
+            return
+        if not (loop.batch_progress.is_last_batch or self._validation_is_due(trainer)):
+            self._save(trainer, improved=False)
+
+    @staticmethod
+    def _validation_is_due(trainer: L.Trainer) -> bool:
+        """Whether validation follows this batch: Lightning would leave it out when resumed from here."""
+        loop = trainer.fit_loop.epoch_loop
+        return loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated = not trainer.sanity_checking
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        score = trainer.callback_metrics.get(self.monitor) if self._validated else None
+        self._validated = False
+        improved = score is not None and self._is_better(score.item())
+        if improved:
+            assert score is not None
+            self.best_score = score.item()
+        self._save(trainer, improved)
+
+    def _is_better(self, score: float) -> bool:
+        if self.best_score is None:
+            return score == score
+        return score > self.best_score if self.mode == "max" else score < self.best_score
+
+    def _save(self, trainer: L.Trainer, improved: bool) -> None:
+        """The better one first: killed in between, a run resumes from the older `last.ckpt` and comes here again."""
+        if self.folder is None or trainer.global_step == self._saved_step:
+            return
+        self._saved_step = trainer.global_step
+        target = self.folder / ("best.ckpt" if improved else "last.ckpt")
+        trainer.save_checkpoint(target)
+        if improved and trainer.is_global_zero:
+            _copy(target, self.folder / "last.ckpt")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_score": self.best_score}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_score = state_dict["best_score"]
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A second name for a file that is never written in place, or where there are no such names a copy."""
+    partial = target.with_name(f".{target.name}.partial")
+    with contextlib.suppress(FileNotFoundError):
+        partial.unlink()
+    try:
+        os.link(source, partial)
+    except OSError:
+        shutil.copyfile(source, partial)
+    os.replace(partial, target)

@@ -1,0 +1,317 @@
+"""The command line: LightningCLI with a default sub-command, composed configurations and errors of one line.
+
+`main` returns the exit code: 0, 2 for what is wrong with the command line or a configuration (found before anything is
+written), 1 for what goes wrong in a run.  ORTHO_VIT_TRACEBACK=1 shows where an error came from.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from ortho_vit.stiefel import orthogonality_error
+from ortho_vit.training.callbacks import OrthogonalityMonitor, PredictionWriter
+from ortho_vit.training.checkpoints import Checkpoints
+from ortho_vit.training.compose import UsageError, config_files, expand, explain
+from ortho_vit.training.images import AttentionImages
+from ortho_vit.training.module import Classifier
+from ortho_vit.training.report import History, describe, progress_bar, summary
+from ortho_vit.training.weights import read_checkpoint
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+HELP = """\
+Train, evaluate and use Vision Transformers with orthogonal attention.
+
+    python train.py --config FILE.yaml [--key value ...]                train (the same as `fit`)
+    python train.py fit      --config FILE.yaml --ckpt_path last        continue a run that was interrupted
+    python train.py test     --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
+    python train.py validate --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
+    python train.py predict  --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt --predictions.path OUT.csv
+
+Start with   python train.py --config configs/quickstart.yaml
+
+Several --config compose, the later wins; a file builds on others by `base: [other.yaml]`.  Any key of a file is an
+option too:
+
+    --model.name NAME                 the model: ortho_vit_cifar, ortho_vit_nano, ... or any of timm's
+    --model.constraint within         orthonormal W^Q, W^K within each head, across heads, or null
+    --model.optimizer StiefelSGD --model.optimizer.lr 0.15
+    --model.weights FILE              start from these weights
+    --data CIFAR10 --data.root DIR --data.batch_size 128
+    --trainer.max_epochs 200 --trainer.default_root_dir runs --trainer.accelerator gpu --trainer.devices 4
+    --name NAME                       where below default_root_dir the run's folder goes
+    --seed_everything 0
+    --test_after_fit true             test the best checkpoint at the end
+
+    --print_config                    show the whole configuration, composed, and stop
+    fit --help                        every option;  fit --data.help CIFAR10  those of a class
+"""
+
+
+class SaveConfig(SaveConfigCallback):
+    """Keeps the configuration beside what it produced; a resumed run has it already."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folder = trainer.log_dir
+        if stage == "fit" and folder and not os.path.exists(os.path.join(folder, self.config_filename)):
+            super().setup(trainer, pl_module, stage)
+
+
+class CommandLine(LightningCLI):
+    """Parses and instantiates; `run` does what the sub-command says."""
+
+    trainer: Trainer
+    model: Classifier
+
+    def __init__(self, arguments: list[str]) -> None:
+        quiet = {"exit_on_error": False}
+        super().__init__(
+            Classifier,
+            save_config_callback=SaveConfig,
+            trainer_defaults={
+                "default_root_dir": "runs",
+                "enable_model_summary": False,
+                "log_every_n_steps": 10,
+                "num_sanity_val_steps": 0,
+            },
+            seed_everything_default=0,
+            parser_kwargs=quiet | {name: dict(quiet) for name in SUBCOMMANDS},
+            auto_configure_optimizers=False,
+            args=arguments,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--name", type=str | None, default=None, help="folder of the run, below default_root_dir")
+        parser.add_argument("--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end")
+        parser.add_lightning_class_args(Checkpoints, "checkpoints")
+        parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
+        parser.add_lightning_class_args(AttentionImages, "images")
+        parser.add_lightning_class_args(PredictionWriter, "predictions")
+
+    # ---------------------------------------------------------------------------------------------------------- parsing
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        arguments = list(args)
+        if arguments[0].startswith("-"):
+            arguments.insert(0, "fit")
+        subcommand = arguments[0]
+        if subcommand not in SUBCOMMANDS:
+            raise UsageError(f"unknown sub-command {subcommand!r}; there are {', '.join(SUBCOMMANDS)}")
+        files = config_files(arguments)
+        self._parse(parser, expand(arguments), subcommand)
+        config = self.config[subcommand]
+        config.name = config.name or _name_of(files)
+        config.ckpt_path = path = self._find_checkpoint(subcommand, config)
+        if path is None:
+            if subcommand != "fit" and config.model.weights is None:
+                raise UsageError(f"{subcommand} needs trained weights: give --ckpt_path FILE.ckpt or --model.weights FILE")
+            return
+        self._take_over(subcommand, _stored(path, subcommand), path)
+
+    def _parse(self, parser: LightningArgumentParser, arguments: list[str], subcommand: str) -> None:
+        try:
+            self.config = parser.parse_args(arguments)
+        except argparse.ArgumentError as error:
+            options = [o for action in self._subcommand_parsers[subcommand]._actions for o in action.option_strings]
+            raise UsageError(explain(str(error), options)) from error
+
+    def _find_checkpoint(self, subcommand: str, config: Any) -> str | None:
+        path = config.ckpt_path
+        if path not in ("last", "best"):
+            return path
+        folder = Path(config.trainer.default_root_dir or ".") / config.name
+        found = sorted(folder.glob(f"version_*/checkpoints/{path}.ckpt"), key=lambda p: p.stat().st_mtime)
+        if found:
+            return str(found[-1])
+        if subcommand == "fit":
+            print(f"no {path}.ckpt below {folder} yet: starting from the beginning")
+            return None
+        raise UsageError(f"no {path}.ckpt below {folder}; give its path, or --name of the run")
+
+    def _take_over(self, subcommand: str, stored: dict[str, Any], path: str) -> None:
+        """The model of a checkpoint: to resume it must be the configuration's; otherwise it replaces it."""
+        config = self.config[subcommand]
+        if subcommand == "fit":
+            ours = yaml.safe_load(self._parser(subcommand).dump(config, skip_none=False, skip_validation=True))["model"]
+            different = [
+                f"{key} was {old}, now {new}"
+                for key, old, new in _differences(ours, stored)
+                if key.split(".")[0] != "weights" and not (key == "num_classes" and new is None)
+            ]
+            if different:
+                raise UsageError(
+                    f"{path} cannot be resumed with another model: {'; '.join(different[:3])}.  Leave it as it was, or "
+                    f"start a new run from its weights with --model.weights {path}"
+                )
+        values = {subcommand: {"model": stored | {"weights": None}}}
+        self.config = self.parser.parse_object(values, self.config)
+
+    def _parse_ckpt_path(self) -> None:
+        """Done in `parse_arguments`, and more carefully."""
+
+    # ----------------------------------------------------------------------------------------------------- instantiation
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        if config.get("data") is None:
+            raise UsageError("no data: give --data, such as ortho_vit.data.Digits")
+        if config.model.num_classes is None:
+            data = instantiate_class((), config.data.as_dict())
+            if not hasattr(data, "num_classes"):
+                raise UsageError(f"{type(data).__name__} does not say how many classes it has: give --model.num_classes")
+            config.model.num_classes = data.num_classes
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = self.config_init[self.subcommand]
+        trainer, fitting = config.trainer, self.subcommand == "fit"
+        if trainer.logger is None or trainer.logger is True:
+            folder, name, version = trainer.default_root_dir, config.name, None
+            if fitting and config.ckpt_path:
+                run = Path(config.ckpt_path).absolute().parent.parent
+                if (run / "config.yaml").is_file():  # continue where it was
+                    folder, name, version = run.parent, "", run.name
+            kwargs["logger"] = fitting and TensorBoardLogger(folder, name, version, default_hp_metric=False)
+        return super().instantiate_trainer(**kwargs)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Those that tell come after those that measure."""
+        self.history = History()
+        callbacks = [*callbacks, self.history]
+        if config["logger"] and not config["fast_dev_run"]:
+            callbacks.append(LearningRateMonitor(logging_interval="step"))
+        if config["enable_progress_bar"] is not False:
+            callbacks.append(progress_bar())
+        return super()._instantiate_trainer(config, callbacks)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Not while the object is being made: see `run`."""
+
+    # ----------------------------------------------------------------------------------------------------------- running
+
+    def run(self) -> None:
+        super()._run_subcommand(self.subcommand)
+
+    def fit(self, **kwargs: Any) -> None:
+        config = self.config_init[self.subcommand]
+        self._say(describe(self.model.model, config.model.hparams["name"]))
+        self.trainer.fit(**kwargs)
+        checkpoints: Checkpoints = config.checkpoints
+        results: dict[str, Any] = {}
+        if config.test_after_fit and not self.trainer.fast_dev_run:
+            best = checkpoints.best_path
+            results = dict(
+                self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best and str(best), verbose=False)[0]
+            )
+        elif checkpoints.best_score is not None:
+            results = {f"best {checkpoints.monitor}": checkpoints.best_score}
+        self._summarize(results)
+        if self.trainer.log_dir and checkpoints.best_path:
+            run = Path(self.trainer.log_dir)
+            command = f"python train.py test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
+            self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
+
+    def validate(self, **kwargs: Any) -> None:
+        self._summarize(dict(self.trainer.validate(**kwargs | {"verbose": False})[0]), kwargs["ckpt_path"])
+
+    def test(self, **kwargs: Any) -> None:
+        self._summarize(dict(self.trainer.test(**kwargs | {"verbose": False})[0]), kwargs["ckpt_path"])
+
+    def predict(self, **kwargs: Any) -> None:
+        self.trainer.predict(**kwargs | {"return_predictions": False})
+        writer: PredictionWriter = self.config_init[self.subcommand].predictions
+        self._say(f"{writer.count} predictions in {writer.target}")
+        skipped = getattr(self.datamodule, "skipped", None)
+        if skipped:
+            self._say(f"{len(skipped)} pictures could not be read and were left out")
+
+    def _say(self, line: str) -> None:
+        if self.trainer.is_global_zero:
+            print(line, flush=True)
+
+    def _summarize(self, results: dict[str, Any], checkpoint: Any = None) -> None:
+        rows = {}
+        for name, value in results.items():
+            label = name.replace("/", " ").replace("_", " ")
+            rows[label] = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        if any(True for _ in self.model.model.parameters()) and self.model.hparams["constraint"] is not None:
+            rows["orthogonality error"] = f"{orthogonality_error(self.model.model):.1e}"
+        checkpoint = checkpoint or self.config_init[self.subcommand].checkpoints.best_path
+        if checkpoint:
+            rows["checkpoint"] = str(checkpoint)
+        if self.history.curves:
+            rows["curves"] = str(self.history.curves)
+        if rows:
+            self._say(summary(rows))
+
+
+def _name_of(files: list[Path]) -> str:
+    """A run is called as its first configuration file, with the folders it lies in below `configs`."""
+    if not files:
+        return "run"
+    parts = files[0].with_suffix("").parts
+    if "configs" in parts:
+        return "/".join(parts[len(parts) - parts[::-1].index("configs") :])
+    return parts[-1]
+
+
+def _stored(path: str, subcommand: str) -> dict[str, Any]:
+    """The model's hyper-parameters in a checkpoint of ours."""
+    if Path(path).suffix == ".safetensors":
+        raise UsageError(f"{path} holds weights and no run to continue: give it as --model.weights instead of --ckpt_path")
+    try:
+        checkpoint = read_checkpoint(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"ckpt_path: {error}") from error
+    stored = checkpoint.get("hyper_parameters")
+    if not stored or "state_dict" not in checkpoint or "name" not in stored:
+        raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
+    if subcommand == "fit" and not checkpoint.get("optimizer_states"):
+        raise UsageError(f"{path} holds weights but no optimizer, so it cannot be resumed: give it as --model.weights")
+    return {key: value for key, value in stored.items() if not key.startswith("_")}
+
+
+def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, theirs, ours) wherever two nests of plain values differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            difference
+            for k in dict.fromkeys([*theirs, *ours])
+            for difference in _differences(ours.get(k), theirs.get(k), f"{key}.{k}" if key else k)
+        ]
+    as_list = [list(x) if isinstance(x, tuple) else x for x in (ours, theirs)]
+    return [] if as_list[0] == as_list[1] else [(key, theirs, ours)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
+            warnings.filterwarnings("ignore", message=".*(many workers|smaller than the logging interval).*")
+        code = 2
+        try:
+            command = CommandLine(arguments)
+            code = 1
+            command.run()
+        except Exception as error:
+            if os.environ.get("ORTHO_VIT_TRACEBACK"):
+                raise
+            print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+            return code
+    return 0

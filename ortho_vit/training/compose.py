@@ -1,0 +1,154 @@
+"""Configuration files that build on others, and errors about them that fit on a line.
+
+    base: [../parts/cifar10.yaml, ../parts/sgd.yaml]     # relative to the file that says so; may name bases themselves
+    model: {constraint: within}
+
+Bases come first, in their order, then the file itself; the later wins, key by key.  LightningCLI merges several `--config`
+just so, and therefore gets one for each file.
+"""
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+
+class UsageError(ValueError):
+    """Something about the command line or a configuration that its user can put right."""
+
+
+def expand(arguments: list[str]) -> list[str]:
+    """The arguments with each `--config FILE` replaced by one for every file it builds on, and for itself."""
+    expanded: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name not in ("-c", "--config"):
+            expanded.append(argument)
+            continue
+        if not equals:
+            value = next(rest, "")
+        for text in texts_of(Path(value), ()):
+            expanded += ["--config", text]
+    return expanded
+
+
+def config_files(arguments: list[str]) -> list[Path]:
+    """The files that the arguments name, without what those build on."""
+    files = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name in ("-c", "--config"):
+            files.append(Path(value if equals else following))
+    return files
+
+
+def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
+    """The YAML of a file and of all it builds on, bases first, without the key `base`."""
+    resolved = path.resolve()
+    if resolved in chain:
+        raise UsageError(f"configurations build on each other in a circle: {' → '.join(p.name for p in (*chain, resolved))}")
+    named_by = f", named as a base by {chain[-1]}" if chain else ""
+    if not path.is_file():
+        raise UsageError(f"no configuration file {path}{named_by}")
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path}{where} is not YAML: {getattr(error, 'problem', None) or error}") from error
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"{path} is no configuration: it holds no keys")
+    _check_unique_keys(node, path)
+    for key, value in node.value:
+        if key.value == "base":
+            bases = [value] if isinstance(value, yaml.ScalarNode) else value.value
+            if not all(isinstance(base, yaml.ScalarNode) for base in bases):
+                raise UsageError(f"{path}: base must be a file or a list of files")
+            for base in bases:
+                yield from texts_of(path.parent / base.value, (*chain, resolved))
+    node.value = [(key, value) for key, value in node.value if key.value != "base"]
+    if node.value:
+        yield yaml.serialize(node, Dumper=yaml.SafeDumper)
+
+
+def _check_unique_keys(node: yaml.Node, path: Path) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_unique_keys(item, path)
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise UsageError(f"{path}, line {key.start_mark.line + 1}: the key {key.value!r} is there twice")
+            seen.add(key.value)
+            _check_unique_keys(value, path)
+
+
+# --------------------------------------------------------------------------------------------------------- one-line errors
+
+
+def explain(message: str, options: Iterable[str]) -> str:
+    """The parser's message, which may be a page, as one line that says what to type instead."""
+    options = [option.removeprefix("--") for option in options]
+    key = (re.search(r'Parser key "([^"]+)"', message) or [None, None])[1]
+    if match := re.search(r"unrecognized arguments: (.*)", message):
+        first = match[1].split()[0]
+        hint = _did_you_mean(first.removeprefix("--").split("=")[0], options, "--")
+        return f"unknown argument {first}{hint}"
+    if match := re.search(r"does not accept option '([^']+)'", message):
+        return f"unknown key {_unknown_part(match[1], options)!r}{_did_you_mean(match[1], options)}"
+    if match := re.search(r"Option '([^']+)' is not accepted", message):
+        path = re.search(r"class_path[ =]'([^']+)'", message)
+        owner = path[1].rpartition(".")[2] if path else key
+        return f"{key}: {owner} has no option {match[1]!r}{_did_you_mean(match[1], _parameters(path[1] if path else ''))}"
+    if match := re.search(r"the following arguments are required: (.*)", message):
+        return f"missing: {re.sub(r'(fit|validate|test|predict)[.]', '', match[1])}; a --config file can give them"
+    if match := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
+        return f"{key}: {match[1]} has no {match[2]!r}{_did_you_mean(match[2], dir(importlib.import_module(match[1])))}"
+    if match := re.search(r"Expected a dot import path string: (\S+)", message):
+        return f"{key}: {match[1]!r} is no known class; give its whole path, such as ortho_vit.optim.StiefelSGD"
+    if "Does not validate against any of the Union subtypes" in message:
+        kinds = re.findall(r"- Expected an? (.*)", message)
+        given = re.search(r"Given value: (.*)", message)
+        details = [" ".join(part.split()) for part in re.findall(r"- (?!Expected an? <)(.*(?:\n {4,}.*)*)", message)]
+        if details:
+            return _plain(f"{key}: {details[-1]}")
+        return _plain(f"{key}: expected {' or '.join(kinds)}, got {given[1] if given else '?'}")
+    message = re.sub(r'Parser key "([^"]+)":', r"\1:", message)
+    return _plain(" ".join(message.split()))
+
+
+def _plain(line: str) -> str:
+    return re.sub(r"<class '([^']+)'>", r"\1", line).replace("NoneType", "null").replace(" . Got", ". Got")
+
+
+def _unknown_part(key: str, options: list[str]) -> str:
+    """The key up to where it stops being known."""
+    parts = key.split(".")
+    for n in range(1, len(parts)):
+        if not any(option == ".".join(parts[:n]) or option.startswith(".".join(parts[:n]) + ".") for option in options):
+            return ".".join(parts[:n])
+    return key
+
+
+def _did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
+    words = list(words)
+    known = _unknown_part(word, words) if "." in word else word
+    groups = {".".join(w.split(".")[: known.count(".") + 1]) for w in words}
+    close = difflib.get_close_matches(known, groups, n=1) or difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _parameters(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    try:
+        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError, ValueError):
+        return []

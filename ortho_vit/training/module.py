@@ -1,0 +1,280 @@
+"""The classifier that Lightning trains: a model of the zoo, a loss, metrics, an optimizer and its schedule.
+
+Every argument is a plain value or, for the optimizer, a class with its arguments, so that a YAML file is the same thing
+as a call.  The hyper-parameters a checkpoint keeps are plain values too, and it loads under `weights_only=True`.
+
+Whatever is random in a training step is a function of (seed, epoch, batch, rank): the generators are seeded again before
+every batch.  With data modules whose batches are such a function too, a run that was killed and resumed ends with the
+same bits as one that was not.
+"""
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from ortho_vit.models import create_model
+from ortho_vit.optim.base import StiefelOptimizer
+from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.training.schedule import warmup_cosine
+from ortho_vit.training.weights import is_file, load_weights
+
+OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
+
+
+class Classifier(L.LightningModule):
+    """Trains a model of the zoo, or any of timm's, to classify images.
+
+    Args:
+        name: the model, as `create_model` knows it.
+        optimizer: the optimizer's class and arguments.  With a constraint it must be one of `ortho_vit.optim`.
+        constraint: which attention weights are orthonormal: "within" each head, "across" heads, or null for none.
+        num_classes: how many classes; null takes the number from the data.
+        model_kwargs: further arguments of the model, such as `drop_path_rate`.
+        weights: where fine-tuning starts: a model's name with its tag, a `.safetensors` file, or a `.ckpt` file of
+            another run.  The classifier's head is left out where the number of classes differs.  To continue a run that
+            was interrupted, use `ckpt_path` instead.
+        label_smoothing: the share of the target that is spread over all classes.
+        warmup_epochs: how long the learning rate rises before it falls along a cosine to 0.01 of its peak.
+        layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
+        freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: OptimizerFactory,
+        *,
+        constraint: Literal["within", "across"] | None = "within",
+        num_classes: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        weights: str | None = None,
+        label_smoothing: float = 0.0,
+        warmup_epochs: float = 0.0,
+        layer_decay: float = 1.0,
+        freeze: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._require(num_classes is not None and num_classes >= 2, f"num_classes must be at least 2, got {num_classes}")
+        self._require(0 <= label_smoothing < 1, f"label_smoothing must be in [0, 1), got {label_smoothing}")
+        self._require(0 <= warmup_epochs < math.inf, f"warmup_epochs must be at least 0, got {warmup_epochs}")
+        self._require(0 < layer_decay <= 1, f"layer_decay must be in (0, 1], got {layer_decay}")
+        assert num_classes is not None
+        recipe, optimizer = _as_plain(optimizer), _as_factory(optimizer)
+        self.save_hyperparameters()  # from the command line these are the parsed values already
+        self.hparams["optimizer"] = self.hparams["optimizer"] if recipe is None else recipe
+
+        self.num_classes, self.label_smoothing = num_classes, label_smoothing
+        self.warmup_epochs, self.layer_decay = warmup_epochs, layer_decay
+        self.model = _build(name, weights, constraint=constraint, num_classes=num_classes, **(model_kwargs or {}))
+        self._freeze(freeze or [])
+        if constraint is not None and not any(True for _ in stiefel_parameters(self.model)):
+            raise ValueError(f"Classifier: constraint={constraint!r}, but no parameter of {name!r} is constrained")
+        self._optimizer = optimizer
+        self.make_optimizer()  # whatever is wrong with it is known before any data is read
+
+        top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
+        metrics = MetricCollection(
+            {
+                key: MulticlassAccuracy(num_classes, average="micro", top_k=k, validate_args=False)
+                for key, k in top.items()
+            }
+        )
+        self.train_loss = MeanMetric()
+        self.train_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
+        self._seed: int | None = None
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"Classifier: {message}")
+
+    def _freeze(self, patterns: list[str]) -> None:
+        for pattern in patterns:
+            found = [p for name, p in self.model.named_parameters() if fnmatchcase(name, pattern)]
+            self._require(bool(found), f"freeze: no parameter is called {pattern!r}")
+            for parameter in found:
+                parameter.requires_grad_(False)
+        self._require(any(p.requires_grad for p in self.model.parameters()), "freeze leaves nothing to train")
+
+    def setup(self, stage: str) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        theirs = getattr(data, "num_classes", self.num_classes)
+        self._require(
+            theirs == self.num_classes,
+            f"num_classes is {self.num_classes}, but {type(data).__name__} has {theirs} classes; "
+            f"set model.num_classes to {theirs}, or leave it out",
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        logits = self.model(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch}, batch {batch_idx}); "
+                "training stopped before the weights changed, the last checkpoint is good"
+            )
+        self.train_loss.update(loss.detach(), len(labels))
+        self.train_accuracy.update(logits.detach(), labels)
+        self.log("train/loss_step", loss)
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val/loss", self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test/loss", self.test_metrics)
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> None:
+        images, labels = batch
+        logits = self.model(images)
+        metrics.update(logits, labels)
+        self.log(loss_name, F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
+        self.log_dict(dict(metrics.items()), batch_size=len(labels))
+
+    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor, Tensor]:
+        """The names of a batch, the class of each, and its probability."""
+        images, names = batch
+        probability, label = self.model(images).float().softmax(-1).max(-1)
+        return names, label, probability
+
+    # ---------------------------------------------------------------------------------------- optimizer and schedule
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer over whatever is trainable now; groups are derived from the model anew each time."""
+        groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault(self._lr_scale(name), []).append((name, parameter))
+        optimizer = self._optimizer([{"params": named, "lr_scale": scale} for scale, named in groups.items()])
+        for group in optimizer.param_groups:
+            group["lr"] *= group["lr_scale"]
+        constrained = any(isinstance(p, StiefelParameter) for named in groups.values() for _, p in named)
+        if constrained and not isinstance(optimizer, StiefelOptimizer):
+            raise ValueError(
+                f"Classifier: {type(optimizer).__name__} would ignore the constraint; "
+                "use an optimizer of ortho_vit.optim, or set model.constraint to null"
+            )
+        return optimizer
+
+    def _lr_scale(self, name: str) -> float:
+        """layer_decay to the number of layers above: the head has none, the embeddings have all blocks."""
+        if self.layer_decay == 1:
+            return 1.0
+        depth = len(getattr(self.model, "blocks", ()))
+        self._require(depth > 0, f"layer_decay needs a model with `blocks`, and {type(self.model).__name__} has none")
+        first, _, rest = name.partition(".")
+        if first == "blocks":
+            above = depth - int(rest.split(".")[0])
+        else:
+            above = 0 if first in ("norm", "fc_norm", "head", "head_drop") else depth + 1
+        return self.layer_decay**above
+
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches
+        self._require(
+            math.isfinite(total), "the schedule needs to know its end: set trainer.max_epochs or trainer.max_steps"
+        )
+        an_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        warmup = min(round(self.warmup_epochs * an_epoch), int(total))
+        optimizer = self.make_optimizer()
+        scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup=warmup, total=int(total)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ------------------------------------------------------------------------------------------------ exact resuming
+
+    def on_fit_start(self) -> None:
+        if self._seed is None:
+            self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self._seed is not None
+        _seed_everything(self._seed, self.current_epoch, batch_idx, self.global_rank)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ortho_vit"] = {
+            "seed": self._seed,
+            "train_loss": _state_of(self.train_loss),
+            "train_accuracy": _state_of(self.train_accuracy),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("ortho_vit")
+        if saved is not None:
+            self._seed = saved["seed"]
+            _restore(self.train_loss, saved["train_loss"])
+            _restore(self.train_accuracy, saved["train_accuracy"])
+
+
+def _build(name: str, weights: str | None, **kwargs: Any) -> nn.Module:
+    if weights is None:
+        return create_model(name, **kwargs)
+    if is_file(weights):
+        return load_weights(create_model(name, **kwargs), weights)
+    if weights.split(".")[0] != name.split(".")[0]:
+        raise ValueError(
+            f"weights {weights!r} are neither a file nor of the model {name!r}; "
+            "name a .safetensors or .ckpt file, or one of list_models(pretrained=True)"
+        )
+    return create_model(weights, pretrained=True, **kwargs)
+
+
+def _seed_everything(*parts: int) -> None:
+    seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _state_of(metric: Any) -> dict[str, Tensor]:
+    return {name: getattr(metric, name).clone() for name in metric._defaults} | {"count": torch.tensor(metric._update_count)}
+
+
+def _restore(metric: Any, state: dict[str, Tensor]) -> None:
+    metric._update_count = int(state["count"])
+    for name in metric._defaults:
+        setattr(metric, name, state[name].clone())
+
+
+# ------------------------------------------------------------------------------- the optimizer, as a call and as values
+
+
+def _as_factory(optimizer: Any) -> OptimizerFactory:
+    """What builds the optimizer from its parameters; `optimizer` may also be its plain values."""
+    if not isinstance(optimizer, dict):
+        return optimizer
+    module, _, name = optimizer["class_path"].rpartition(".")
+    cls = getattr(__import__(module, fromlist=[name]), name)
+    return partial(cls, **optimizer.get("init_args", {}))
+
+
+def _as_plain(optimizer: Any) -> dict[str, Any] | None:
+    """`class_path` and `init_args` of a class or `functools.partial`; None where only the parser knows them."""
+    if isinstance(optimizer, dict):
+        return optimizer
+    cls = optimizer.func if isinstance(optimizer, partial) else optimizer
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        return None
+    arguments = dict(optimizer.keywords) if isinstance(optimizer, partial) else {}
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}

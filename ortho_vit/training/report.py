@@ -1,0 +1,154 @@
+"""What a run says: a line an epoch, a table of its history, curves, and a summary at the end."""
+
+import csv
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from rich.console import Console
+from rich.table import Table
+
+from ortho_vit.parameter import stiefel_parameters
+
+COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
+
+
+class History(Callback):
+    """Keeps a row an epoch, part of every checkpoint, and writes it as `history.csv` and `curves.png`."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.folder: Path | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and not trainer.fast_dev_run:
+            self.folder = Path(trainer.log_dir or trainer.default_root_dir)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name in COLUMNS}
+        metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        row = {"epoch": trainer.current_epoch, "step": trainer.global_step} | metrics
+        self.rows = [*(r for r in self.rows if r["epoch"] < row["epoch"]), row]
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.folder is None or not self.rows or not trainer.is_global_zero:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "history.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, ["epoch", "step", *COLUMNS])
+            writer.writeheader()
+            writer.writerows(self.rows)
+        draw_curves(self.rows, self.folder / "curves.png")
+
+    @property
+    def curves(self) -> Path | None:
+        path = self.folder / "curves.png" if self.folder else None
+        return path if path and path.is_file() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = list(state_dict["rows"])
+
+
+def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
+    """Loss, accuracy, orthogonality error and learning rate against the epoch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # on demand: it takes half a second to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = {
+        "loss": ("train/loss", "val/loss"),
+        "accuracy": ("train/accuracy", "val/accuracy"),
+        "orthogonality error": ("orthogonality",),
+        "learning rate": ("lr",),
+    }
+    for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for name in names:
+            points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
+            if points:
+                marker = "o" if len(points) == 1 else None
+                axes.plot(*zip(*points, strict=True), label=name.split("/")[0] if "/" in name else None, marker=marker)
+        axes.set(title=title, xlabel="epoch")
+        if title == "orthogonality error" and any(row.get("orthogonality", 0) > 0 for row in rows):
+            axes.set_yscale("log")
+        if len(names) > 1 and axes.lines:
+            axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+class EpochLines(ProgressBar):
+    """A plain line an epoch, for logs and pipes; a terminal gets Lightning's progress bar instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled, self._started = True, 0.0
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._enabled:
+            print(*args, **kwargs, flush=True)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._started = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
+        parts = [f"epoch {trainer.current_epoch + 1}{epochs}"]
+        for label, name, form in (
+            ("loss", "train/loss", ".4f"),
+            ("accuracy", "train/accuracy", ".2%"),
+            ("val loss", "val/loss", ".4f"),
+            ("val accuracy", "val/accuracy", ".2%"),
+            ("orthogonality", "orthogonality", ".1e"),
+        ):
+            if name in metrics:
+                parts.append(f"{label} {float(metrics[name]):{form}}")
+        parts.append(f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}")
+        self.print("  ".join(parts) + f"  {time.monotonic() - self._started:.1f} s")
+
+
+def progress_bar() -> ProgressBar:
+    """Lightning's bar on a terminal, lines elsewhere."""
+    if sys.stdout.isatty():
+        from lightning.pytorch.callbacks import RichProgressBar
+
+        return RichProgressBar()
+    return EpochLines()
+
+
+def describe(model: torch.nn.Module, name: str) -> str:
+    """One line on a model: its size, and how much of it is constrained."""
+    total = sum(p.numel() for p in model.parameters())
+    constrained = [p.matrices() for _, p in stiefel_parameters(model)]
+    line = f"{name}: {total:,} parameters"
+    if constrained:
+        blocks, shape = sum(len(X) for X in constrained), "×".join(map(str, constrained[0].shape[1:]))
+        line += f", {sum(X.numel() for X in constrained):,} of them in {blocks} orthonormal blocks of {shape}"
+    return line
+
+
+def summary(rows: dict[str, str]) -> str:
+    """Names and values as a table, plain where the output is no terminal."""
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value, style=None)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for column in table.columns:
+        column.overflow = "fold"
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
