@@ -79,7 +79,9 @@ def sinkhorn(
         _solve(a[s], b[s], C[s] / -reg, None if warm is None else warm[s], tolerance, max_sweeps)
         for s in _slices(len(C), C[0].numel(), C.device)
     ]
-    plan, phi, psi, row_error = (_join([part[i] for part in parts]) for i in range(4))
+    plan, phi, psi, row_error = (
+        _join(list(tensors)) for tensors in zip(*(part[:4] for part in parts), strict=True)
+    )
     error = (plan.sum(-1) - a).abs().sum(-1) + (plan.sum(-2) - b).abs().sum(-1)
     return SinkhornResult(
         plan=plan.unflatten(0, batch) if batch else plan[0],

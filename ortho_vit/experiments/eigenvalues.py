@@ -109,7 +109,9 @@ def maximize(
     stop_below: float = 0.0,
     deviations: bool = True,
 ) -> Run:
-    """Ascend from the problem's start for `iterations`, to an error, or to the first number that is not finite."""
+    """Ascend from the problem's start for `iterations`, to an error, or to the first number that is not
+    finite.
+    """
     parameter = StiefelParameter(problem.start.to(dtype, copy=True))
     optimizer = factory([parameter])
     run = Run([], [])
@@ -210,7 +212,7 @@ def metrics(*, seed: int = 0, quick: bool = False) -> Result:
     sizes = {"eigenvalues": (60, 4, 40), "brockett": (20, 3, 40)}
     if not quick:
         sizes = {"eigenvalues": (500, 10, 1500), "brockett": (60, 6, 1500)}
-    rates = {
+    rates: dict[tuple[str, str], Callable[..., Optimizer]] = {
         ("eigenvalues", "SGD"): partial(StiefelSGD, lr=0.1, momentum=0.9),
         ("eigenvalues", "Adam"): partial(StiefelAdam, lr=1e-3),
         ("brockett", "SGD"): partial(StiefelSGD, lr=0.1, momentum=0.9),
@@ -359,16 +361,16 @@ def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
     """
     n, m, iterations, seeds = (40, 3, 40, 1) if quick else (200, 10, 3000, 3)
     grid = [0.05, 0.5] if quick else [round(10 ** (i / 6 - 4), 6) for i in range(31)]
-    settings = {"n": n, "m": m, "iterations": iterations, "seeds": list(range(seed, seed + seeds))}
-    result = Result("learning-rate", settings)
-    problems = [Problem.random(n, m, seed=s) for s in settings["seeds"]]
+    chosen = list(range(seed, seed + seeds))
+    result = Result("learning-rate", {"n": n, "m": m, "iterations": iterations, "seeds": chosen})
+    problems = [Problem.random(n, m, seed=s) for s in chosen]
     for method, make in RATED.items():
         curve: dict[str, list[float]] = {"lr": [], "iterations": [], "reached": [], "overflowed": []}
         with progress(f"learning rate: {method}"):
             for lr in grid:
-                options = {"stop_below": 1e-6, "deviations": False}
                 runs = [
-                    maximize(problem, partial(make, lr=lr), iterations, **options) for problem in problems
+                    maximize(problem, partial(make, lr=lr), iterations, stop_below=1e-6, deviations=False)
+                    for problem in problems
                 ]
                 counts = [run.first_below(1e-6) for run in runs]
                 reached = [count for count in counts if count is not None]

@@ -15,6 +15,7 @@ from ortho_vit.experiments.result import run_command
 from ortho_vit.experiments.transport import Corpus, fragmented_hypercube, read_texts
 from ortho_vit.transport import sinkhorn
 
+ROOT = Path(__file__).parents[2]
 LINES = [
     "to be or not to be that is the question",
     "whether it is nobler in the mind",
@@ -138,9 +139,9 @@ def test_missing_gensim_is_one_line(
 def test_the_command_line_as_a_user_types_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ortho_vit.experiments.transport"]
     missing = [*command, "shakespeare", "--texts", str(tmp_path / "nowhere")]
-    result = subprocess.run(missing, capture_output=True, text=True, check=False)
+    result = subprocess.run(missing, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == f"error: no folder {tmp_path / 'nowhere'}\n"
-    unknown = subprocess.run([*command, "sonnets"], capture_output=True, text=True, check=False)
+    unknown = subprocess.run([*command, "sonnets"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert unknown.returncode != 0
     assert "invalid choice: 'sonnets'" in unknown.stderr

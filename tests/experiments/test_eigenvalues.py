@@ -17,6 +17,8 @@ from ortho_vit.optim import StiefelSGD
 from ortho_vit.parameter import StiefelParameter
 from ortho_vit.stiefel import orthogonality_error
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize("brockett", [False, True])
 def test_the_optimum_is_attained_at_the_eigenvectors(brockett: bool) -> None:
@@ -99,12 +101,12 @@ def test_a_seed_repeats_a_run_and_another_does_not() -> None:
 
 def test_the_command_line_names_a_figure_it_does_not_have(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ortho_vit.experiments.eigenvalues"]
-    unknown = subprocess.run([*command, "fig-none"], capture_output=True, text=True, check=False)
+    unknown = subprocess.run([*command, "fig-none"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert unknown.returncode != 0
     assert "invalid choice: 'fig-none'" in unknown.stderr
     (tmp_path / "file").write_text("")
     blocked = [*command, "fig-retraction", "--quick", "--output", str(tmp_path / "file")]
-    result = subprocess.run(blocked, capture_output=True, text=True, check=False)
+    result = subprocess.run(blocked, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 1
     assert re.search(r"^error: .*file", result.stderr.splitlines()[-1])
     assert "Traceback" not in result.stderr

@@ -16,7 +16,7 @@ def test_a_result_is_saved_with_its_settings_and_versions(tmp_path: Path) -> Non
     assert saved["settings"] == {"seed": 3}
     assert saved["table"] == [{"method": "curve", "reached": None, "last": None}]
     assert {"python", "torch", "machine"} <= set(saved["versions"])
-    rows = list(csv.reader((tmp_path / "new folder" / "trial.csv").open(encoding="utf-8")))
+    rows = list(csv.reader((tmp_path / "new folder" / "trial.csv").read_text(encoding="utf-8").splitlines()))
     assert rows == [["series", "x", "y"], ["curve", "0", "1"], ["curve", "1", "nan"]]
 
 
