@@ -1,0 +1,55 @@
+"""Handwritten digits, 8×8: scikit-learn's copy of the UCI set, part of its package, so that nothing is ever
+downloaded.
+"""
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from ortho_vit.data.base import TensorDataModule
+from ortho_vit.data.noise import hold_out
+
+TEST_SHARE = 0.2
+TEST_SEED = 0  # the test set is the same whatever the seed of a run
+
+
+class Digits(TensorDataModule):
+    """1,797 grey 8×8 images of the digits 0 to 9; a fixed fifth of them, stratified, is the test set.
+
+    Args:
+        batch_size, num_workers, val_size, limit, seed: see `ImageDataModule`.
+        crop: shift each training image at random by up to one pixel in both directions.
+    """
+
+    classes = tuple("0123456789")
+    mean, std = (0.3053,), (0.3759,)
+    image_size, channels, padding = 8, 1, 1
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        crop: bool = True,
+        val_size: int | float = 0.1,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            num_workers=num_workers,
+            crop=crop,
+            flip=False,
+            autoaugment=False,
+            val_size=val_size,
+            limit=limit,
+            seed=seed,
+        )
+
+    def read(self, train: bool) -> tuple[Tensor, Tensor]:
+        values, labels = load_digits(return_X_y=True)  # 1797 × 64, from 0 to 16
+        images = np.rint(values * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+        test, rest = hold_out(labels, round(TEST_SHARE * len(labels)), TEST_SEED)
+        rows = rest if train else test
+        return torch.from_numpy(images[rows]), torch.from_numpy(labels[rows].astype(np.int64))

@@ -1,0 +1,1 @@
+import ortho_vit  # noqa: F401  (before torchvision)

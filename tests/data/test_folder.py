@@ -1,0 +1,276 @@
+import os
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ortho_vit.data import ImageFolder
+from ortho_vit.data.picture import centre_box, decode, random_box, resized
+
+RNG = np.random.default_rng(0)
+
+
+def picture(path, size=(24, 20), mode="RGB", colour=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    width, height = size
+    pixels = RNG.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels) if colour is None else Image.new("RGB", size, colour)
+    image.convert(mode).save(path)
+    return path
+
+
+def folder(root, parts=("",), classes=("cat", "dog"), count=6):
+    for part in parts:
+        for name in classes:
+            for i in range(count):
+                picture(root / part / name / f"{i}.png")
+    return root
+
+
+def opened(root, stage="fit", **kwargs):
+    data = ImageFolder(str(root), **{"image_size": 16, "batch_size": 4, **kwargs})
+    data.setup(stage)
+    return data
+
+
+def one_line(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_classes_are_the_folders_in_order(tmp_path):
+    data = ImageFolder(str(folder(tmp_path, classes=("dog", "ant", "cat"))))
+    assert data.classes == ("ant", "cat", "dog")
+    assert (data.num_classes, data.image_size, data.channels) == (3, 224, 3)
+
+
+def test_batches_are_normalised_squares_with_labels(tmp_path):
+    for name, colour in (("black", (0, 0, 0)), ("white", (255, 255, 255))):
+        picture(tmp_path / name / "a.png", colour=colour)
+        picture(tmp_path / name / "b.png", size=(7, 31), colour=colour)
+    data = opened(tmp_path, val_size=0, mean=(0.5, 0.5, 0.5), std=(0.5, 0.25, 0.125))
+    ((images, labels),) = data.train_dataloader()
+    assert (images.shape, images.dtype, labels.dtype) == ((4, 3, 16, 16), torch.float32, torch.int64)
+    for image, label in zip(images, labels, strict=True):
+        expected = (2 * label.float() - 1) * torch.tensor([1.0, 2.0, 4.0])
+        assert torch.allclose(image, expected[:, None, None].expand(3, 16, 16))
+
+
+def test_a_flat_folder_is_split_by_seed_without_overlap(tmp_path):
+    data = opened(folder(tmp_path), val_size=4)
+    training, validation = set(data.train_set.paths), set(data.val_set.paths)
+    assert (len(training), len(validation)) == (8, 4)
+    assert not training & validation
+    assert np.bincount(data.val_set.labels).tolist() == [2, 2]
+    assert opened(tmp_path, val_size=4).val_set.paths == data.val_set.paths
+    assert opened(tmp_path, val_size=4, seed=1).val_set.paths != data.val_set.paths
+    assert data.test_set is data.val_set
+
+
+def test_folders_train_val_and_test_are_used_as_they_are(tmp_path):
+    data = opened(folder(tmp_path, parts=("train", "val", "test"), count=3))
+    for part, chosen in (("train", data.train_set), ("val", data.val_set), ("test", data.test_set)):
+        assert len(chosen) == 6
+        assert all(path.is_relative_to(tmp_path / part) for path in chosen.paths)
+
+
+def test_a_limit_holds_for_every_set(tmp_path):
+    data = opened(folder(tmp_path), limit=2, val_size=0.5)
+    assert (len(data.train_set), len(data.val_set)) == (2, 2)
+
+
+@pytest.mark.parametrize("autoaugment", [False, True])
+def test_batches_are_the_same_with_and_without_workers(tmp_path, autoaugment):
+    folder(tmp_path)
+    runs = []
+    for workers in (0, 2):
+        loader = opened(tmp_path, val_size=0, num_workers=workers, autoaugment=autoaugment).train_dataloader()
+        loader.resume_at(epoch=2, batch=1)
+        runs.append(list(loader))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    assert len(runs[0]) == 2
+
+
+def test_evaluation_looks_at_the_centre_as_resize_and_crop_do():
+    ramp = np.linspace(0, 255, 512)[:, None, None] * np.ones((1, 256, 3))
+    image = Image.fromarray(ramp.astype(np.uint8))
+    ours = np.asarray(resized(image, 224, centre_box(*image.size)))
+    theirs = np.asarray(image.resize((256, 512), Image.Resampling.BICUBIC).crop((16, 144, 240, 368)))
+    assert np.array_equal(ours, theirs)
+    smaller = np.asarray(resized(image, 112, centre_box(*image.size))).astype(int)
+    theirs = np.asarray(image.resize((128, 256), Image.Resampling.BICUBIC).crop((8, 72, 120, 184)))
+    assert abs(smaller - theirs).max() <= 1  # Pillow rounds the columns before it goes on to the rows
+
+
+def test_random_boxes_lie_within_the_picture_and_have_the_usual_areas():
+    noise = RNG.random((2000, 4))
+    boxes = np.array([random_box(640, 480, row) for row in noise])
+    left, top, right, bottom = boxes.T
+    assert (boxes >= 0).all()
+    assert (right <= 640).all()
+    assert (bottom <= 480).all()
+    share = (right - left) * (bottom - top) / (640 * 480)
+    assert share.min() >= 0.079
+    assert share.max() > 0.9
+    aspect = (right - left) / (bottom - top)
+    assert aspect.min() > 0.74
+    assert aspect.max() < 1.34
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [("L", "png"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png"), ("CMYK", "jpg")],
+)
+def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
+    path = picture(tmp_path / f"a.{suffix}", mode=mode, colour=(255, 255, 255))
+    image = decode(path)
+    assert (image.mode, image.size) == ("RGB", (24, 20))
+    assert np.asarray(image).min() >= 254
+
+
+@pytest.mark.parametrize("value", [0, 0x1234, 0x80FF, 0xFFFF])
+def test_sixteen_bits_keep_their_upper_eight(tmp_path, value):
+    Image.fromarray(np.full((4, 5), value, np.uint16)).save(tmp_path / "a.png")
+    assert np.unique(np.asarray(decode(tmp_path / "a.png"))).tolist() == [value >> 8]
+
+
+def test_a_picture_from_a_tilted_camera_is_put_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90° to see it upright
+    Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
+    assert decode(tmp_path / "a.jpg").size == (20, 40)
+
+
+def bomb():
+    def chunk(kind, content):
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def damaged(kind, good):
+    return {
+        "empty": b"",
+        "text": b"this is not a picture",
+        "truncated": good[: len(good) // 2],
+        "stub": good[:20],
+        "bomb": bomb(),
+        "float": None,
+    }[kind]
+
+
+BAD = ["empty", "text", "truncated", "stub", "bomb", "float"]
+
+
+def spoil(path, kind):
+    content = damaged(kind, path.read_bytes())
+    if content is not None:
+        path.write_bytes(content)
+    else:
+        path.unlink()
+        path = path.with_suffix(".tiff")
+        Image.fromarray(np.ones((4, 4), np.float32)).save(path)
+    return path
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_picture_stops_training_with_its_name(tmp_path, kind, num_workers):
+    folder(tmp_path)
+    bad = spoil(tmp_path / "cat" / "3.png", kind)
+    data = opened(tmp_path, val_size=0, num_workers=num_workers)
+    assert f"cannot read {bad}: " in one_line(ValueError, lambda: list(data.train_dataloader()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_pictures_are_left_out_of_a_prediction_and_counted(tmp_path, num_workers):
+    folder(tmp_path / "new")
+    bad = [spoil(tmp_path / "new" / "cat" / f"{i}.png", kind) for i, kind in enumerate(BAD)]
+    data = opened(tmp_path, "predict", predict_root=str(tmp_path / "new"), num_workers=num_workers)
+    with pytest.warns(UserWarning, match="cannot read") as caught:
+        batches = list(data.predict_dataloader())
+    names = [name for _, batch in batches for name in batch]
+    assert sorted(names) == [f"dog/{i}.png" for i in range(6)]
+    assert sum(len(images) for images, _ in batches) == 6
+    assert all(len(images) for images, _ in batches)
+    assert len(caught) == len(data.skipped) == 6
+    assert all(any(str(path) in reason for reason in data.skipped) for path in bad)
+    with pytest.warns(UserWarning, match="skipped 6 of 12 pictures"):
+        data.teardown("predict")
+
+
+def test_a_prediction_takes_folders_flat_or_nested_and_single_pictures(tmp_path):
+    picture(tmp_path / "b.png")
+    picture(tmp_path / "a.jpg")
+    picture(tmp_path / "deep" / "er" / "c.bmp")
+    picture(tmp_path / ".hidden" / "d.png")
+    for root, expected in ((tmp_path, ["a.jpg", "b.png", "deep/er/c.bmp"]), (tmp_path / "b.png", ["b.png"])):
+        data = opened(tmp_path / "nowhere", "predict", predict_root=str(root))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ((images, names),) = data.predict_dataloader()
+        assert names == expected
+        assert images.shape == (len(expected), 3, 16, 16)
+
+
+def test_what_is_not_a_file_is_not_opened(tmp_path):
+    picture(tmp_path / "a.png")
+    os.mkfifo(tmp_path / "b.png")
+    ((_, names),) = opened(tmp_path, "predict", predict_root=str(tmp_path)).predict_dataloader()
+    assert names == ["a.png"]
+
+
+def test_a_stray_file_among_the_classes_is_named(tmp_path):
+    (folder(tmp_path) / "cat" / "notes.txt").write_text("hello")
+    message = one_line(ValueError, lambda: opened(tmp_path))
+    assert message == f"ImageFolder: {tmp_path}/cat/notes.txt is not a picture; take it out of the folder"
+
+
+def test_a_class_that_training_does_not_have_is_named(tmp_path):
+    folder(tmp_path, parts=("train", "val"), count=1)
+    picture(tmp_path / "val" / "bird" / "0.png")
+    assert "bird" in one_line(ValueError, lambda: opened(tmp_path))
+
+
+@pytest.mark.parametrize("stage", ["fit", "predict"])
+def test_missing_pictures_are_answered_with_where_to_put_them(tmp_path, stage):
+    (tmp_path / "empty").mkdir()
+    for name in ("nowhere", "empty"):
+        message = one_line(FileNotFoundError, lambda name=name: opened(tmp_path / name, stage))
+        assert f"no pictures in {tmp_path / name}; put" in message
+
+
+def test_a_test_folder_without_a_train_folder_is_refused(tmp_path):
+    folder(tmp_path, parts=("test",))
+    assert "no folder train" in one_line(ValueError, lambda: opened(tmp_path))
+
+
+def test_nothing_to_test_on_is_said(tmp_path):
+    data = opened(folder(tmp_path), "test", val_size=0)
+    assert "nothing to test on" in one_line(ValueError, data.test_dataloader)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"image_size": 0}, "ImageFolder: image_size must be at least 1, got 0"),
+        ({"std": (1.0, 0.0, 1.0)}, "ImageFolder: std must be positive, got (1.0, 0.0, 1.0)"),
+        (
+            {"mean": (0.5,)},
+            "ImageFolder: mean and std must have 3 numbers, got (0.5,) and (0.229, 0.224, 0.225)",
+        ),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_line(kwargs, message):
+    assert one_line(ValueError, lambda: ImageFolder("x", **kwargs)) == message

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+
+from ortho_vit.data import Digits
+from ortho_vit.data.loader import EpochSampler, Loader
+
+
+def batches(loader):
+    return [(images.clone(), labels.clone()) for images, labels in loader]
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(
+        torch.equal(a, b)
+        for one, other in zip(left, right, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def train_loader(epoch=0, **kwargs):
+    data = Digits(**{"batch_size": 100, "limit": 450, "seed": 3, **kwargs})
+    data.setup("fit")
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return loader
+
+
+def samples(size, **kwargs):
+    return [key.samples for key in EpochSampler(size, **kwargs)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("size", "batch_size"), [(10, 3), (9, 3), (1, 3), (3, 100)])
+def test_an_epoch_has_every_sample_once_in_as_many_batches_as_it_says(size, batch_size, shuffle):
+    found = samples(size, batch_size=batch_size, shuffle=shuffle)
+    assert sorted(np.concatenate(found).tolist()) == list(range(size))
+    assert len(found) == len(EpochSampler(size, batch_size=batch_size, shuffle=shuffle))
+    assert all(len(batch) == batch_size for batch in found[:-1])
+
+
+@pytest.mark.parametrize(("size", "world_size"), [(100, 2), (101, 2), (103, 4), (5, 4), (4, 4)])
+def test_ranks_train_on_disjoint_shares_of_equal_size(size, world_size):
+    shares = [
+        samples(size, batch_size=8, shuffle=True, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    assert len({tuple(len(batch) for batch in share) for share in shares}) == 1
+    used = np.concatenate([np.concatenate(share) for share in shares])
+    assert len(set(used.tolist())) == len(used) == size - size % world_size
+
+
+@pytest.mark.parametrize(("size", "world_size"), [(100, 2), (101, 2), (17, 2), (33, 4), (5, 4), (4, 4)])
+def test_ranks_evaluate_every_sample_once_in_equally_many_batches(size, world_size):
+    kwargs = {"batch_size": 8, "shuffle": False, "world_size": world_size}
+    shares = [samples(size, rank=rank, **kwargs) for rank in range(world_size)]
+    assert {len(share) for share in shares} == {len(EpochSampler(size, **kwargs))}
+    assert all(0 < len(batch) <= 8 for share in shares for batch in share)
+    assert sorted(np.concatenate([np.concatenate(share) for share in shares]).tolist()) == list(range(size))
+
+
+def test_ranks_together_see_the_batches_of_one_process_with_a_larger_batch():
+    alone = samples(96, batch_size=16, shuffle=True, seed=1)
+    shares = [samples(96, batch_size=8, shuffle=True, seed=1, rank=rank, world_size=2) for rank in range(2)]
+    for batch, *parts in zip(alone, *shares, strict=True):
+        assert set(batch) == set(np.concatenate(parts))
+
+
+def test_more_ranks_than_pictures_are_refused():
+    with pytest.raises(ValueError, match="3 pictures cannot be shared by 4 processes"):
+        EpochSampler(3, batch_size=1, shuffle=True, world_size=4)
+
+
+def test_the_order_follows_seed_and_epoch():
+    assert equal(batches(train_loader(2)), batches(train_loader(2)))
+    assert not equal(batches(train_loader(2)), batches(train_loader(1)))
+    assert not equal(batches(train_loader(2)), batches(train_loader(2, seed=4)))
+
+
+def test_workers_make_the_batches_that_no_workers_make():
+    without, with_two = train_loader(1), train_loader(1, num_workers=2)
+    assert equal(batches(without), batches(with_two))
+    for loader in (without, with_two):
+        loader.sampler.set_epoch(2)
+    assert equal(batches(without), batches(with_two))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_resumed_in_its_middle_has_the_rest_of_its_batches(num_workers):
+    whole = batches(train_loader(4))
+    loader = train_loader(num_workers=num_workers)
+    loader.resume_at(epoch=4, batch=3)
+    assert len(loader) == len(whole)
+    assert equal(batches(loader), whole[3:])
+    assert equal(batches(loader), whole)
+
+
+def test_batches_left_out_are_not_made():
+    class Counting(torch.utils.data.Dataset):
+        made = 0
+
+        def __getitem__(self, key):
+            self.made += 1
+            return key
+
+    dataset = Counting()
+    loader = Loader(dataset, EpochSampler(100, batch_size=10, shuffle=True))
+    loader.resume_at(0, 7)
+    assert len(list(loader)) == dataset.made == 3
+
+
+def test_nothing_is_decided_before_the_first_batch_is_asked_for():
+    loader = train_loader(0)
+    iterator = iter(loader)  # Lightning does this before it sets the epoch
+    loader.sampler.set_epoch(5)
+    assert equal([next(iterator)], batches(train_loader(5))[:1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loading_leaves_the_global_random_state_alone(num_workers):
+    before = torch.get_rng_state()
+    list(train_loader(num_workers=num_workers))
+    assert torch.equal(torch.get_rng_state(), before)
