@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator
 from multiprocessing import reduction
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ class StiefelParameter(nn.Parameter):
 
     The values are taken as they are; `constrain` and the optimizers put them on the manifold.  Type and blocks survive
     deepcopy, pickle, spawned processes, `Module.to`, `load_state_dict`, EMA copies, `torch.compile` and `torch.export`.
-    torch itself makes plain parameters in two places: `load_state_dict(assign=True)`, and `Module.to_empty` or `.to("meta")`.
-    After those, `constrain(module, name, blocks=..., rows=..., init="keep")` restores it.
+    torch itself makes plain parameters in two places: `load_state_dict(assign=True)`, and `Module.to_empty` or
+    `.to("meta")`.  After those, `constrain(module, name, blocks=..., rows=..., init="keep")` restores it.
     """
 
     blocks: int
@@ -52,7 +52,7 @@ class StiefelParameter(nn.Parameter):
         """A writable view (..., free rows, c) of the rows after the constrained ones, or None."""
         return free_of(self, self.detach())
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"StiefelParameter(blocks={self.blocks}, rows={self.rows}) containing:\n{self.data!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StiefelParameter":
@@ -139,6 +139,7 @@ def constrain(
         raise ValueError(f"constrain: {name!r} is on the meta device and has no values; use init='keep'")
     rows = check_blocks(parameter, blocks, rows)
     parameter.__class__ = StiefelParameter
+    parameter = cast(StiefelParameter, parameter)
     parameter.blocks, parameter.rows = blocks, rows
     if init != "keep":
         with torch.no_grad():

@@ -18,6 +18,9 @@ matrices too and mean their columns.
 One routine carries the cost: the inverse square root of a symmetric matrix whose spectrum is known to be near 1.
 """
 
+import math
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -119,16 +122,21 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
     if is_tall(X):
         return polar(X.mT, inner_steps=inner_steps).mT.contiguous()
     dtype, X = X.dtype, X.to(working_dtype(X.dtype))
-    M = symmetric_matmul(X, X) - identity(X)
+    M = gram_deviation(X)
     if inner_steps is not None:
         return (X + inverse_sqrt_fixed(M, inner_steps) @ X).to(dtype)
-    distance = norm_bound(M)
-    worst = float(distance.amax())
-    if worst <= taylor_reach(4, M.dtype):
-        return (X + inverse_sqrt(M, -distance, distance) @ X).to(dtype)
-    if worst < 0.6:
-        return polar(X + inverse_sqrt(M, -distance, distance) @ X).to(dtype)
-    return polar(polar_svd(X, far=~(distance < 0.6))).to(dtype)
+    distance = torch.linalg.matrix_norm(M)
+    if not float(distance.amax()) < 0.6:
+        return polar(polar_svd(X, far=~(distance < 0.6))).to(dtype)
+    R, rough = inverse_sqrt(M, positive=False)
+    Y = X + R @ X
+    return (Y if rough is None else polar(Y)).to(dtype)
+
+
+def gram_deviation(X: Tensor) -> Tensor:
+    """X Xᵀ − I, accumulated in float64: in float32 the sum itself would be off by some 4e-7 at n = 384."""
+    X64 = X if X.device.type == "mps" else X.double()
+    return (symmetric_matmul(X64, X64) - identity(X64)).to(X.dtype)
 
 
 def identity(X: Tensor) -> Tensor:
@@ -152,14 +160,6 @@ def polar_svd(X: Tensor, far: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ symmetric matrices near I
 
 
-def norm_bound(A: Tensor) -> Tensor:
-    """An upper bound of the spectral norm of symmetric A: the smaller of its Frobenius and its largest row sum.
-
-    For a random A of size 384 it is about four times the norm; for a low-rank one nearly the norm itself.
-    """
-    return torch.minimum(torch.linalg.matrix_norm(A), A.abs().sum(-1).amax(-1))
-
-
 STRIP = 96  # rows computed at a time where half of a product is enough; below two of them it is not worth the calls
 
 
@@ -171,7 +171,7 @@ def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     m = A.shape[-2]
     if m < 2 * STRIP or A.device.type != "cpu":
         return A @ B.mT
-    C = A.new_empty(A.shape[:-1] + (m,))
+    C = A.new_empty((*A.shape[:-1], m))
     for i in range(0, m, STRIP):
         j = min(i + STRIP, m)
         C[..., i:j, :j] = A[..., i:j, :] @ B[..., :j, :].mT
@@ -179,80 +179,129 @@ def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     return C
 
 
-# (1 + x)^(−1/2) = Σ TAYLOR[k] xᵏ.  Cut after degree d it leaves at most |TAYLOR[d + 1]| |x|ᵈ⁺¹ / (1 − |x|).
-TAYLOR = (1, -1 / 2, 3 / 8, -5 / 16, 35 / 128, -63 / 256)
+DEGREES = (1, 2, 3, 6)  # of the polynomials; evaluated with 0, 1, 2 and 3 products
 
 
-def taylor_reach(degree: int, dtype: torch.dtype) -> float:
-    """The largest |x| for which the Taylor polynomial of that degree is exact to a quarter of the last place."""
-    return (torch.finfo(dtype).eps / 4 / abs(TAYLOR[degree + 1])) ** (1 / (degree + 1))
+@cache
+def polynomials(dtype: torch.dtype, *, positive: bool) -> tuple[list[float], Tensor]:
+    """Polynomials x q(x) ≈ (1 + x)^(−1/2) − 1: how far each reaches, and their coefficients, a row a degree.
+
+    q interpolates −1/(s(1 + s)), s = √(1 + x), at Chebyshev nodes of [0, h] (or [−h, h]).  The error of degree d is at
+    most 4 c ℓ (ℓ/4)ᵈ with c = |binomial(−1/2, d + 1)| (at the left end) and ℓ the interval's length; h is where that is a
+    quarter of the last place.
+    """
+    tolerance = torch.finfo(dtype).eps / 4
+    reaches, rows = [], []
+    for d in DEGREES:
+        c = math.comb(2 * d + 2, d + 1) / 4 ** (d + 1)
+        length = 4 * (tolerance / (16 * c)) ** (1 / (d + 1))
+        low, high = (0.0, length) if positive else (-length / 2, length / 2)
+        angles = (torch.arange(d, dtype=torch.float64) + 0.5) * math.pi / d
+        x = (low + high) / 2 + length / 2 * angles.cos()
+        s = (1 + x).sqrt()
+        scaled = torch.linalg.solve(torch.vander(x / high, d, increasing=True), -1 / (s * (1 + s)))
+        coefficients = scaled / high ** torch.arange(d, dtype=torch.float64)
+        reaches.append(high)
+        rows.append(torch.cat([coefficients, coefficients.new_zeros(DEGREES[-1] - d)]))
+    return reaches, torch.stack(rows).to(dtype)
 
 
-def inverse_sqrt(M: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """(I + M)^(−1/2) − I, for symmetric M (…, m, m) with spectrum in [lower, upper] (…).
+def exact_reach(dtype: torch.dtype) -> float:
+    """The norm up to which `inverse_sqrt` rounds relative to the deviation from I."""
+    return polynomials(dtype, positive=False)[0][-1]
+
+
+def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
+    """(I + M)^(−1/2) − I for symmetric M (B, m, m), M ⪰ 0 if `positive`; and which of the batch were rough (None: none).
 
     Only the deviation from I is computed, so its error is relative to the *deviation*: X + R̃X rounds each entry of X
     once, where (I + R̃)X would round it m times.  That is what keeps a training step from drifting.
 
-    Up to ‖M‖ = 0.0003, 0.0045 and 0.026 (float32; nearly every training step) a Taylor polynomial of degree 1, 2 or 4 is
-    exact to rounding and costs no, one or two products.  A wider spectrum is first drawn together by `_draw_together`,
-    some five products a round, one or two rounds up to ‖M‖ = 3; those round absolutely, an error of some m·eps, which
-    `polar` and the optimizers take out again.
+    In float32 polynomials reach up to ‖M‖ = 0.0003, 0.007, 0.09 and 0.27 (M ⪰ 0; half of that otherwise), which covers
+    nearly every training step.  A wider spectrum is first drawn together (`_draw_together`), some four products a round,
+    one round up to ‖M‖ = 2 and three up to 100; beyond 1,000 it is an eigendecomposition.  Those round absolutely, an
+    error of some m·eps: they are the rough ones, for the caller to put right.
 
-    How much is computed follows from the widest spectrum in the batch (one synchronisation), but what happens to a
-    matrix depends on that matrix alone: terms and rounds it does not need leave it as it is, to the bit.  So results do
+    How much is computed follows from the widest spectrum of the batch (one or two synchronisations), but what happens to
+    a matrix depends on that matrix alone: terms and rounds it does not need leave it as it is, to the bit.  So results do
     not depend on the batching.
     """
-    low, high = torch.stack([lower.amin(), upper.amax()]).tolist()
-    if not (low > -1 and high < 1e3):
-        return _inverse_sqrt_far(M, lower, upper)
-    linear, quadratic, quartic = (taylor_reach(d, M.dtype) for d in (1, 2, 4))
-    worst, Y = max(-low, high), None
-    while max(-low, high) > quartic:
-        M, Y, lower, upper = _draw_together(M, Y, lower, upper, quartic)
-        low, high = _ends_after_round(low, high)
-    R = M * TAYLOR[1]
-    if worst > linear:
-        r = torch.maximum(-lower, upper)[..., None, None]
+    reaches, rows = polynomials(M.dtype, positive=positive)
+    bound = torch.linalg.matrix_norm(M)
+    worst = float(bound.amax())
+    if worst > reaches[0]:
         M2 = symmetric_matmul(M, M)
-        R = R + torch.where(r > linear, TAYLOR[2], 0.0) * M2
-        if worst > quadratic:
-            C = torch.where(r > quadratic, TAYLOR[3] * M + TAYLOR[4] * M2, 0.0)
-            R = R + symmetric_matmul(C, M2)
-    return R if Y is None else (Y - identity(M)) + symmetric_matmul(Y, R)
+        bound = torch.minimum(
+            bound, torch.linalg.matrix_norm(M2).sqrt()
+        )  # ‖M‖ ≤ √‖M²‖_F is nearer than ‖M‖_F
+        worst = float(bound.amax())
+    if not worst < (1e3 if positive else 0.9):
+        return _inverse_sqrt_far(M, bound, positive)
+    wide, Y = None, None
+    if worst > reaches[-1]:
+        wide = bound > reaches[-1]
+        M, Y, bound = _draw_together(M, bound, worst, positive)
+        M2 = symmetric_matmul(M, M)
+        worst = reaches[-1]
+    tier = torch.stack([bound > reach for reach in reaches[:-1]]).sum(0)
+    q = rows.to(M.device)[tier][..., None, None].unbind(1)
+    R = q[0] * M
+    if worst > reaches[0]:
+        R = torch.addcmul(R, q[1], M2)
+    if worst > reaches[1]:
+        M3 = symmetric_matmul(M, M2)
+        R = torch.addcmul(R, q[2], M3)
+    if worst > reaches[2]:
+        C = torch.addcmul(torch.addcmul(q[3] * M, q[4], M2), q[5], M3)
+        R = R + symmetric_matmul(C, M3)
+    return (R, wide) if Y is None else ((Y - identity(M)) + symmetric_matmul(R, Y), wide)
 
 
-def _draw_together(M: Tensor, Y: Tensor | None, lower: Tensor, upper: Tensor, reach: float):
-    """One round: scale T = I + M to have its spectrum centred at 1, then T ← F T F and Y ← Y F, F ≈ T^(−1/2)."""
+def _draw_together(M: Tensor, bound: Tensor, worst: float, positive: bool):
+    """Rounds of T ← F T F and Y ← Y F, with F = I + D/2 + 3D²/8 ≈ T^(−1/2), D = I − T, and T scaled to be centred at 1.
+
+    They end with every T − I within what the polynomials reach; Y is what they have multiplied together.
+    """
     I = identity(M)
-    wide = torch.maximum(-lower, upper) > reach
-    mask = wide[..., None, None]
-    centre = torch.where(wide, 2 / (2 + lower + upper), 1.0)[..., None, None]
-    T = centre * (I + M)
-    D = torch.where(mask, T - I, 0.0)
-    F = I + TAYLOR[1] * D + TAYLOR[2] * symmetric_matmul(D, D)
-    M = torch.where(mask, symmetric_matmul(symmetric_matmul(F, T), F) - I, M)
-    Y = centre.sqrt() * F if Y is None else symmetric_matmul(Y, centre.sqrt() * F)
-    ends = _ends_after_round(lower, upper)
-    return M, Y, torch.where(wide, ends[0], lower), torch.where(wide, ends[1], upper)
+    reach = polynomials(M.dtype, positive=positive)[0][-1]
+    wide = bound > reach
+    ends = (torch.zeros_like(bound) if positive else -bound, bound)
+    host = (0.0 if positive else -worst, worst)
+    Y = None
+    while max(-host[0], host[1]) > reach:
+        wide = wide & (torch.maximum(-ends[0], ends[1]) > reach)
+        mask = wide[..., None, None]
+        centre = torch.where(wide, 2 / (2 + ends[0] + ends[1]), 1.0)[..., None, None]
+        T = centre * (I + M)
+        D = torch.where(mask, I - T, 0.0)
+        F = I + D / 2 + 3 / 8 * symmetric_matmul(D, D)
+        M = torch.where(mask, symmetric_matmul(symmetric_matmul(F, T), F) - I, M)
+        F = centre.sqrt() * F
+        Y = F if Y is None else symmetric_matmul(Y, F)
+        reach = polynomials(M.dtype, positive=False)[0][-1]  # from now on spectra lie on both sides of 1
+        after = _after_round(*ends)
+        ends = (torch.where(wide, after[0], ends[0]), torch.where(wide, after[1], ends[1]))
+        bound = torch.where(wide, reach, bound)
+        host = _after_round(*host)
+    return M, Y, bound
 
 
-def _ends_after_round(lower, upper):
-    """Where a round sends the ends of M's spectrum: 1 + x, centred, goes to (1 + x)(1 − x/2 + 3x²/8)², which is monotone."""
+def _after_round(lower, upper):
+    """Where a round sends the ends of a spectrum [1 + lower, 1 + upper]: x ↦ (1 + x)(1 − x/2 + 3x²/8)² is monotone."""
     x = (upper - lower) / (2 + lower + upper)
-    return tuple((1 + e) * (1 + TAYLOR[1] * e + TAYLOR[2] * e**2) ** 2 - 1 for e in (-x, x))
+    return tuple((1 + e) * (1 - e / 2 + 3 / 8 * e**2) ** 2 - 1 for e in (-x, x))
 
 
-def _inverse_sqrt_far(M: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+def _inverse_sqrt_far(M: Tensor, bound: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
     """`inverse_sqrt` where some spectra are too wide to iterate on: those by eigendecomposition in float64."""
     if not M.isfinite().all():
-        raise FloatingPointError("the step overflowed: lower the learning rate")
-    far = ~((lower > -1) & (upper < 1e3))
+        raise FloatingPointError("the step overflowed; lower the learning rate")
+    far = ~(bound < (1e3 if positive else 0.9))
+    mask = far[..., None, None]
     eigenvalues, Q = torch.linalg.eigh(M[far].double())
     R_far = (Q * ((1 + eigenvalues).rsqrt() - 1).unsqueeze(-2)) @ Q.mT
-    near = [torch.where(far, 0.0, x) for x in (lower, upper)]
-    R = inverse_sqrt(torch.where(far[..., None, None], 0.0, M), *near)
-    return R.masked_scatter(far[..., None, None], R_far.to(M.dtype))
+    R, wide = inverse_sqrt(torch.where(mask, 0.0, M), positive=positive)
+    return R.masked_scatter(mask, R_far.to(M.dtype)), far if wide is None else far | wide
 
 
 def inverse_sqrt_fixed(M: Tensor, steps: int) -> Tensor:
@@ -262,7 +311,7 @@ def inverse_sqrt_fixed(M: Tensor, steps: int) -> Tensor:
     """
     I = identity(M)
     A = I + M
-    size = norm_bound(A)
+    size = torch.linalg.matrix_norm(A)
     scale = torch.where(size < 1.9, 1.0, 1.9 / size)[..., None, None]
     Y, Z = A * scale, I.expand_as(A)
     for _ in range(steps):

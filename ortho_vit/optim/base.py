@@ -1,0 +1,363 @@
+"""What the optimizers share: one `torch.optim.Optimizer` for constrained and free parameters alike.
+
+A family (one file each) says two things: how free parameters move (torch's own functional SGD or Adam, called here and so
+equal to torch to the bit), and how a batch of constrained blocks moves (a function of X, its gradient and its state).
+This file sorts what it is given into those two, lays the blocks out as one batch X (B, m, n) with m ≤ n, and checks
+everything that can be checked before anything is written.
+
+State of a constrained parameter: the family's tensors, a batch of blocks each; the integer `step`; and under `free` what
+torch's optimizer would keep for its free rows.  A parameter narrower than float32 is stepped through a float32 copy,
+kept under `master`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from ortho_vit.parameter import StiefelParameter
+from ortho_vit.stiefel import orthogonality_error, polar, working_dtype
+
+Group = dict[str, Any]
+State = dict[str, Any]
+Params = Iterable[Any]
+
+REFRESH = 16  # steps between two measurements of X Xᵀ; in between, rounding adds some 3e-8 a step in float32
+
+
+@dataclass
+class Part:
+    """Something a step updates in place: a tensor, its gradient, and its state."""
+
+    tensor: Tensor
+    grad: Tensor
+    state: State
+
+
+class StiefelOptimizer(Optimizer):
+    """The base of every optimizer here.  A family defines the four methods that come first."""
+
+    exact = True  # the family claims to stay on the manifold, so rounding is taken out
+    starts_on_manifold = True
+
+    def check(self, group: Group) -> None:
+        """Raise ValueError for a hyper-parameter out of range."""
+        self.require(group, "lr", lambda lr: 0 <= float(lr) < math.inf, "must be finite and >= 0")
+        self.require(
+            group, "stiefel_lr", lambda lr: lr is None or 0 <= float(lr) < math.inf, "must be finite and >= 0"
+        )
+        self.require(group, "weight_decay", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
+
+    def new_state(self, X: Tensor, group: Group) -> State:
+        """The state of blocks X (B, m, n) before the first step: a batch of B each."""
+        raise NotImplementedError
+
+    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
+        """Move the blocks X (B, m, n), m ≤ n, and their state in place; `state["step"]` counts from 1."""
+        raise NotImplementedError
+
+    def refresh(self, X: Tensor, state: State) -> None:
+        """Take out what rounding has added."""
+        X.copy_(polar(X))
+
+    def free_step(self, parts: list[Part], group: Group) -> None:
+        """Move free parameters in place by torch's own step."""
+        raise NotImplementedError
+
+    def require(self, group: Group, name: str, holds: Callable[[Any], bool], rule: str) -> None:
+        if not holds(group[name]):
+            raise ValueError(f"{type(self).__name__}: {name} {rule}, got {group[name]!r}")
+
+    # ------------------------------------------------------------------------------------------ parameters come in
+
+    def add_param_group(self, param_group: Group) -> None:
+        self.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("reference_lr", float(group["lr"]))
+        for parameter in group["params"]:
+            if self.starts_on_manifold and isinstance(parameter, StiefelParameter) and not parameter.is_meta:
+                self._put_on_manifold(parameter)
+
+    @torch.no_grad()
+    def _put_on_manifold(self, parameter: StiefelParameter) -> None:
+        X = parameter.matrices()
+        error = orthogonality_error(X)
+        if error <= math.sqrt(torch.finfo(X.dtype).eps):  # the first step takes out what is less
+            return
+        name = self.name_of(parameter)
+        try:
+            X.copy_(polar(X))
+        except ValueError as problem:
+            raise ValueError(f"{type(self).__name__}: {name} cannot be made orthonormal; {problem}") from None
+        warnings.warn(
+            f"{name} was off the manifold by {error:.2g}: replaced by its polar factor", stacklevel=5
+        )
+
+    def name_of(self, parameter: Tensor) -> str:
+        """How messages call a parameter: by name where the optimizer was given `named_parameters()`."""
+        for i, group in enumerate(self.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p is parameter:
+                    name = repr(group["param_names"][j]) if "param_names" in group else f"{j} of group {i}"
+                    return f"parameter {name} of shape {tuple(p.shape)}"
+        raise KeyError("not a parameter of this optimizer")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the float32 state of narrower parameters stays float32."""
+        super().load_state_dict(state_dict)
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        ours = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(saved, ours, strict=True):
+            if i in state_dict["state"] and p.dtype != working_dtype(p.dtype):
+                self.state[p] = _to_device(state_dict["state"][i], p.device)
+
+    # ------------------------------------------------------------------------------------------------------ a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step.  A closure recomputes the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_gradients(
+            [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        )
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _check_gradients(self, parameters: list[Tensor]) -> None:
+        """Raise before anything is written.  One synchronisation for all of them."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if any(g.is_sparse for g in grads):
+            raise RuntimeError(f"{type(self).__name__}: sparse gradients are not supported")
+        if not grads or all_finite(grads):
+            return
+        culprit = next(p for p, g in zip(parameters, grads, strict=True) if not g.isfinite().all())
+        raise RuntimeError(
+            f"{type(self).__name__}: the gradient of {self.name_of(culprit)} is not finite; nothing was changed"
+        )
+
+    def _step_group(self, group: Group) -> None:
+        free: list[Part] = []
+        alike: dict[Any, list[tuple[StiefelParameter, Part]]] = {}
+        narrow: list[tuple[Tensor, Tensor]] = []
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            part = self._part(p)
+            if part.tensor is not p:
+                narrow.append((p, part.tensor))
+            if isinstance(p, StiefelParameter):
+                alike.setdefault(self._stack_key(p, part, group), []).append((p, part))
+            else:
+                free.append(part)
+        stacks = [Stack(members) for members in alike.values()]
+        for stack in stacks:
+            self._step_stack(stack, group)
+            free += stack.free
+        if free:
+            self.free_step(free, group)
+        for stack in stacks:
+            stack.write_back()
+        if narrow:
+            torch._foreach_copy_([p for p, _ in narrow], [master for _, master in narrow])
+
+    def _part(self, p: Tensor) -> Part:
+        """The tensor to step: p itself, or its float32 master."""
+        state, dtype = self.state[p], working_dtype(p.dtype)
+        assert p.grad is not None
+        if p.dtype == dtype:
+            return Part(p, p.grad, state)
+        if "master" not in state:
+            state["master"] = p.to(dtype)
+        return Part(state["master"], p.grad.to(dtype), state)
+
+    def _stack_key(self, p: StiefelParameter, part: Part, group: Group) -> Any:
+        """Parameters of one key are stepped as one batch: all alike under `foreach`, each by itself otherwise."""
+        if "step" not in part.state:
+            part.state.update(
+                self.new_state(wide(blocks_of(p, part.tensor).flatten(0, -3)), group), step=0, free={}
+            )
+        part.state["step"] += 1
+        if not (part.tensor.is_cuda if group["foreach"] is None else group["foreach"]):
+            return id(p)
+        return p.shape, p.blocks, p.rows, part.tensor.dtype, part.tensor.device, part.state["step"]
+
+    def _step_stack(self, stack: "Stack", group: Group) -> None:
+        X, G = wide(stack.X), wide(stack.G)
+        if self.exact and stack.state["step"] % REFRESH == 1 and group.get("inner_steps") is None:
+            self.refresh(X, stack.state)
+        try:
+            self.stiefel_step(X, -G if group["maximize"] else G, stack.state, stiefel_lr(group), group)
+        except (FloatingPointError, ValueError) as problem:
+            names = self.name_of(stack.parameters[0])
+            raise RuntimeError(f"{type(self).__name__}: {names}: {problem}") from None
+
+
+def stiefel_lr(group: Group) -> float:
+    """The learning rate of constrained blocks: `lr`, or `stiefel_lr` following the schedule that `lr` has gone through."""
+    if group["stiefel_lr"] is None:
+        return float(group["lr"])
+    scheduled = float(group["lr"]) / group["reference_lr"] if group["reference_lr"] else 1.0
+    return float(group["stiefel_lr"]) * scheduled
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    norms = torch._foreach_norm(tensors)
+    together = len({n.device for n in norms}) == 1
+    if torch.stack([n if together else n.cpu() for n in norms]).isfinite().all():
+        return True
+    return all(t.isfinite().all() for t in tensors)  # a norm may have overflowed where no entry did
+
+
+def wide(X: Tensor) -> Tensor:
+    """Blocks as rows: those stored as columns, transposed.  Square ones are read as columns, as the paper does."""
+    return X if X.shape[-2] < X.shape[-1] else X.mT
+
+
+def blocks_of(p: StiefelParameter, x: Tensor) -> Tensor:
+    """A view (..., blocks, r, c) of the constrained rows of x, which is shaped as p or as a stack of such."""
+    return x.narrow(-2, 0, p.rows).unflatten(-2, (p.blocks, p.rows // p.blocks))
+
+
+class Stack:
+    """Parameters that are alike, laid out as one batch of blocks X; alone, a parameter is stepped where it lies."""
+
+    def __init__(self, members: list[tuple[StiefelParameter, Part]]) -> None:
+        self.parameters = [p for p, _ in members]
+        self.parts = [part for _, part in members]
+        p, states = self.parameters[0], [part.state for part in self.parts]
+        self.alone = len(members) == 1
+        self.tensor = (
+            self.parts[0].tensor if self.alone else torch.stack([part.tensor for part in self.parts])
+        )
+        grad = self.parts[0].grad if self.alone else torch.stack([part.grad for part in self.parts])
+        self.X = blocks_of(p, self.tensor).reshape(-1, p.rows // p.blocks, p.shape[-1])
+        self.G = blocks_of(p, grad).reshape(self.X.shape)
+        self.state = states[0] if self.alone else _gather(states, torch.cat)
+        self.free: list[Part] = []
+        if p.rows < p.shape[-2]:
+            state = states[0]["free"] if self.alone else _gather([s["free"] for s in states], torch.stack)
+            self.free.append(Part(free_rows(p, self.tensor), free_rows(p, grad), state))
+
+    def write_back(self) -> None:
+        """Copy to where they came from: blocks that could not be a view, and whatever was stacked."""
+        blocks = blocks_of(self.parameters[0], self.tensor)
+        if self.X.data_ptr() != blocks.data_ptr():
+            blocks.copy_(self.X.view(blocks.shape))
+        if self.alone:
+            return
+        torch._foreach_copy_([part.tensor for part in self.parts], list(self.tensor.unbind()))
+        states = [part.state for part in self.parts]
+        _scatter(self.state, states, lambda x: x.chunk(len(states)))
+        if self.free:
+            _scatter(self.free[0].state, [s["free"] for s in states], torch.unbind)
+
+
+def free_rows(p: StiefelParameter, x: Tensor) -> Tensor:
+    return x.narrow(-2, p.rows, x.shape[-2] - p.rows)
+
+
+def _gather(states: list[State], join: Callable[[list[Tensor]], Tensor]) -> State:
+    """One state for a stack: tensors joined; counters, which are equal, from the first."""
+    return {
+        key: join([s[key] for s in states]) if isinstance(value, Tensor) and value.ndim else value
+        for key, value in states[0].items()
+        if key not in ("free", "master")
+    }
+
+
+def _scatter(state: State, states: list[State], cut: Callable[[Tensor], Iterable[Tensor]]) -> None:
+    """The inverse of `_gather`, also of what a first step has added."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            pieces = list(cut(value)) if value.ndim else [value] * len(states)
+            if key not in states[0]:
+                for s, piece in zip(states, pieces, strict=True):
+                    s[key] = piece.clone()
+            else:
+                torch._foreach_copy_([s[key] for s in states], pieces)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {k: _to_device(v, device) for k, v in value.items()}
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+# ------------------------------------------------------------------------------- torch's own steps, for the free parts
+
+
+class FreeSGD(StiefelOptimizer):
+    """Free parameters by `torch.optim.SGD`."""
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        self.require(group, "momentum", lambda x: 0 <= x < 1, "must be in [0, 1)")
+        self.require(group, "dampening", lambda x: 0 <= x < 1, "must be in [0, 1)")
+
+    def free_step(self, parts: list[Part], group: Group) -> None:
+        buffers = [part.state.get("momentum_buffer") for part in parts]
+        sgd(
+            [part.tensor for part in parts],
+            [part.grad for part in parts],
+            buffers,
+            foreach=group["foreach"],
+            has_sparse_grad=False,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=False,
+            maximize=group["maximize"],
+        )
+        if group["momentum"] != 0:
+            for part, buffer in zip(parts, buffers, strict=True):
+                part.state["momentum_buffer"] = buffer
+
+
+class FreeAdam(StiefelOptimizer):
+    """Free parameters by `torch.optim.Adam`."""
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        self.require(
+            group,
+            "betas",
+            lambda b: len(b) == 2 and all(0 <= x < 1 for x in b),
+            "must be two numbers in [0, 1)",
+        )
+        self.require(group, "eps", lambda x: 0 < x < math.inf, "must be finite and > 0")
+
+    def free_step(self, parts: list[Part], group: Group) -> None:
+        for part in parts:
+            if "exp_avg" not in part.state:
+                part.state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                part.state["exp_avg"] = torch.zeros_like(part.tensor, memory_format=torch.preserve_format)
+                part.state["exp_avg_sq"] = torch.zeros_like(part.tensor, memory_format=torch.preserve_format)
+        adam(
+            [part.tensor for part in parts],
+            [part.grad for part in parts],
+            [part.state["exp_avg"] for part in parts],
+            [part.state["exp_avg_sq"] for part in parts],
+            [],
+            [part.state["step"] for part in parts],
+            foreach=group["foreach"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
