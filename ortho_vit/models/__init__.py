@@ -1,6 +1,20 @@
-"""Vision Transformers with orthogonal attention: the zoo, and `orthogonalize` for any other."""
+"""Vision Transformers with orthogonal attention: the zoo, its trained weights, and `orthogonalize` for any other."""
 
+from ortho_vit.models.card import Card, CheckpointError
+from ortho_vit.models.export import export_for_hub, save_checkpoint
 from ortho_vit.models.orthogonalize import orthogonalize
+from ortho_vit.models.pretrained import Checkpoint, find_checkpoint, load_checkpoint
 from ortho_vit.models.registry import create_model, list_models
 
-__all__ = ["create_model", "list_models", "orthogonalize"]
+__all__ = [
+    "Card",
+    "Checkpoint",
+    "CheckpointError",
+    "create_model",
+    "export_for_hub",
+    "find_checkpoint",
+    "list_models",
+    "load_checkpoint",
+    "orthogonalize",
+    "save_checkpoint",
+]

@@ -23,9 +23,12 @@ from ortho_vit.models.core import CoredLinear
 from ortho_vit.parameter import StiefelParameter, check_blocks, constrain
 from ortho_vit.stiefel import polar, random_stiefel
 
-__all__ = ["Constraint", "Init", "Projections", "orthogonalize"]
+__all__ = ["Choice", "Constraint", "Init", "Projections", "orthogonalize", "resolve"]
 
 Constraint = Literal["within", "across"] | None
+Choice = (
+    Constraint | Literal["none", "default"]
+)  # "none" is None, for `timm.create_model` drops keywords that are None
 Projections = Literal["q", "qk", "qkv"]
 Init = Literal["polar", "random", "keep"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -68,6 +71,13 @@ def orthogonalize(
             _apply(task, change)
     model.orthogonal = {"constraint": constraint, "projections": projections, "preserve": preserve}  # type: ignore[assignment]
     return model
+
+
+def resolve(choice: Choice, default: Constraint) -> Constraint:
+    """The constraint that a keyword asks for."""
+    if choice == "default":
+        return default
+    return None if choice == "none" else choice
 
 
 def _check_arguments(constraint: object, projections: object, init: object, preserve: bool) -> None:

@@ -1,14 +1,17 @@
-"""Models by name: the zoo's, and any of timm's."""
+"""Models by name: the zoo's, with or without trained weights, and any of timm's."""
 
 import difflib
 import fnmatch
+import os
 from typing import Any
 
 import timm
 from torch import nn
 
 from ortho_vit.models import zoo
-from ortho_vit.models.orthogonalize import Projections, orthogonalize
+from ortho_vit.models.card import CheckpointError
+from ortho_vit.models.orthogonalize import Choice, Projections, orthogonalize, resolve
+from ortho_vit.models.pretrained import available, find_checkpoint, load_checkpoint
 
 __all__ = ["create_model", "list_models"]
 
@@ -17,39 +20,55 @@ def create_model(
     name: str,
     pretrained: bool = False,
     *,
-    constraint: zoo.ZooConstraint = "default",
+    constraint: Choice = "default",
     projections: Projections = "qk",
     preserve: bool = False,
+    checkpoints: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Build a model of the zoo, or any of timm's with its attention constrained.
 
     Args:
-        name: of an architecture in `list_models()` or `timm.list_models()`.
-        pretrained: load its weights.
-        constraint: "within", "across" or None; see `orthogonalize`.  By default "within" for the zoo's models and None
-            for timm's.
+        name: an architecture of `list_models()` or `timm.list_models()`, or architecture.tag to say which weights.
+        pretrained: load the weights: a checkpoint of ours by that name if there is one, otherwise timm's.
+        constraint: "within", "across" or None; see `orthogonalize`.  By default what the checkpoint was trained with;
+            without one, "within" for the zoo's models and None for timm's.
         projections: which of W^Q, W^K, W^V are constrained.
-        preserve: keep the function of timm's model when its attention is constrained; see `orthogonalize`.
+        preserve: constrain without changing the function that the weights compute; see `orthogonalize`.
+        checkpoints: folder or https address of the checkpoints, by default ORTHO_VIT_CHECKPOINTS or the repository's.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
     """
-    architecture = name.partition(".")[0]
-    if architecture in zoo.__all__:
-        return timm.create_model(
-            name, pretrained, constraint=constraint or "none", projections=projections, **kwargs
-        )
+    architecture, _, tag = name.partition(".")
+    ours = architecture in zoo.__all__
     if ":" not in name and not timm.is_model(architecture):
-        raise ValueError(unknown(name, [*zoo.__all__, *timm.list_models()]))
+        raise ValueError(_unknown(name, [*zoo.__all__, *timm.list_models()]))
+    choice: dict[str, Any] = {"constraint": constraint, "projections": projections, "preserve": preserve}
+    if (tag or pretrained) and (ours or checkpoints is not None or name in available()):
+        full_name = name if tag else _only_tag(architecture, checkpoints)
+        return load_checkpoint(
+            find_checkpoint(full_name, checkpoints), weights=pretrained, **choice, **kwargs
+        )
+    if ours:
+        kwargs["constraint"] = "none"  # until orthogonalize
     model = timm.create_model(name, pretrained, **kwargs)
-    return orthogonalize(model, zoo.resolve(constraint, None), projections=projections, preserve=preserve)
+    choice["constraint"] = resolve(constraint, "within" if ours else None)
+    return orthogonalize(model, **choice)
 
 
 def list_models(filter: str = "*", pretrained: bool = False) -> list[str]:
-    """The names of the zoo's models that match `filter`, a pattern such as "*patch16*"."""
-    return [name for name in zoo.__all__ if fnmatch.fnmatch(name, filter)]
+    """The zoo's architectures that match a pattern such as "*patch16*"; with `pretrained`, the names of its weights."""
+    return fnmatch.filter(available() if pretrained else sorted(zoo.__all__), filter)
 
 
-def unknown(name: str, names: list[str]) -> str:
+def _only_tag(architecture: str, checkpoints: str | os.PathLike[str] | None) -> str:
+    names = [name for name in available(checkpoints) if name.startswith(f"{architecture}.")]
+    if len(names) != 1:
+        have = f"name one: {', '.join(names)}" if names else "list_models(pretrained=True) has them all"
+        raise CheckpointError(f"{architecture} has {len(names) or 'no'} trained weights; {have}")
+    return names[0]
+
+
+def _unknown(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"unknown model {name!r}; {hint}list_models() has them all"

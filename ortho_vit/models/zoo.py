@@ -1,7 +1,7 @@
 """The zoo: timm's `VisionTransformer` in seven sizes, registered with timm, its attention on the Stiefel manifold.
 
     name                             image    patch   width   depth   heads   mlp   parameters
-    ortho_vit_digits                  8×8×1     2       64      3       4      2       0.1 M
+    ortho_vit_digits                  8×8×1     4       64      3       4      2       0.1 M
     ortho_vit_pico                   32×32      8       96      4       6      2       0.3 M
     ortho_vit_nano                   32×32      4       96      4       6      2       0.3 M
     ortho_vit_cifar                  32×32      4      384      7      12      1       6.3 M   the paper's
@@ -9,20 +9,28 @@
     ortho_vit_small_patch16_224     224×224    16      384     12       6      4        22 M   DeiT's
     ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
 
-Besides timm's own keywords each takes `constraint` ("within", "across", "none"; by default "within", or what loaded weights
-were trained with) and `projections` ("q", "qk", "qkv").  "none" stands for None because `timm.create_model` drops keywords
-that are None.
+Besides timm's own keywords each takes `constraint` ("within", "across" or "none"; by default "within", or what loaded
+weights were trained with) and `projections` ("q", "qk" or "qkv").  "none" stands for None, because `timm.create_model`
+drops keywords that are None.
 """
 
-from typing import Any, Literal
+import dataclasses
+from typing import Any, cast
 
-from timm.models import VisionTransformer, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import (
+    VisionTransformer,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    register_model,
+    resolve_pretrained_cfg,
+)
+from timm.models.vision_transformer import checkpoint_filter_fn
 
-from ortho_vit.models.orthogonalize import Constraint, Projections, orthogonalize
+from ortho_vit.models import pretrained as checkpoints
+from ortho_vit.models.card import CheckpointError
+from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
 
 __all__: list[str] = []  # `register_model` adds each name
-
-ZooConstraint = Constraint | Literal["none", "default"]
 
 INPUT = {"first_conv": "patch_embed.proj", "classifier": "head", "fixed_input_size": True, "license": "mit"}
 DIGITS = {
@@ -50,10 +58,14 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def resolve(constraint: ZooConstraint, default: Constraint) -> Constraint:
-    if constraint == "default":
-        return default
-    return None if constraint == "none" else constraint
+for (
+    _name
+) in checkpoints.available():  # so that timm knows architecture.tag; the untagged name stays without weights
+    _architecture, _, _tag = _name.partition(".")
+    if _architecture in default_cfgs:
+        _entry = default_cfgs[_architecture]
+        _entry.tags.append(_tag)
+        _entry.cfgs[_tag] = dataclasses.replace(_entry.cfgs[""], file=checkpoints.path_of(_name))
 
 
 def _build(
@@ -61,23 +73,42 @@ def _build(
     pretrained: bool,
     architecture: dict[str, Any],
     *,
-    constraint: ZooConstraint = "default",
+    constraint: Choice = "default",
     projections: Projections = "qk",
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> VisionTransformer:
+    cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
+    from_hub = cfg.source in ("hf-hub", "local-dir")
+    if cfg.file and not from_hub:
+        checkpoint = checkpoints.Checkpoint.open(cfg.file)
+        choice: dict[str, Any] = {"constraint": constraint, "projections": projections}
+        return cast(
+            VisionTransformer, checkpoints.load_checkpoint(checkpoint, weights=pretrained, **choice, **kwargs)
+        )
+    if pretrained and not from_hub:
+        have = ", ".join(n for n in checkpoints.available() if n.startswith(name + ".")) or "none yet"
+        raise CheckpointError(f"{name}: name the weights to load, one of: {have}")
     model = build_model_with_cfg(
         VisionTransformer,
         name,
-        pretrained=False,
+        pretrained,
+        pretrained_cfg=cfg.to_dict(),
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": 3, "feature_cls": "getter"},
         **{**architecture, **kwargs},
     )
-    return orthogonalize(model, resolve(constraint, "within"), projections=projections)
+    init: Init = "keep" if pretrained else "polar"
+    orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
+    if pretrained:
+        checkpoints.check_weights(model, name)
+    return model
 
 
 @register_model
 def ortho_vit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 2, "embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "qkv_bias": False}
+    size = {"patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "qkv_bias": False}
     return _build("ortho_vit_digits", pretrained, size, **kwargs)
 
 
