@@ -268,7 +268,8 @@ def projection_robust_wasserstein(
     learning rate taken from the data.  `start` is the identity's first k columns unless given.  It stops
     after `iterations` steps, or once the Riemannian gradient is below `tolerance` times the gradient for
     every pair.  Each step's plan takes at most `sweeps` Sinkhorn sweeps from the step before, fewer where
-    its marginals are exact to `sinkhorn_tolerance` (ℓ¹).
+    its marginals are exact to `sinkhorn_tolerance` (ℓ¹).  Value and gradient are taken at the orthonormal U
+    nearest to the parameter: an optimizer that drifts off the manifold gains nothing by it.
     """
     _check_positive("projection_robust_wasserstein", reg=reg, iterations=iterations, sweeps=sweeps)
     x, y, a, b, batch = _check_clouds("projection_robust_wasserstein", x, y, a, b)
@@ -279,23 +280,24 @@ def projection_robust_wasserstein(
     sign = 1.0 if opt.param_groups[0].get("maximize") else -1.0
 
     history: list[Tensor] = []
-    now = _Evaluation()
+    U, now = parameter.detach(), _Evaluation()
     solve = partial(_evaluate, x, y, a, b, reg=reg, tolerance=sinkhorn_tolerance, sweeps=sweeps)
     for _ in range(iterations):
-        now = solve(parameter.detach(), now.psi)
-        if bool(_is_flat(parameter.detach(), now, tolerance, sinkhorn_tolerance).all()):
+        now = solve(U, now.psi)
+        if bool(_is_flat(U, now, tolerance, sinkhorn_tolerance).all()):
             break
         history.append(now.value)
         parameter.grad = now.gradient.mul_(sign)
         opt.step()
-    now = solve(parameter.detach(), now.psi, keep_plan=True)
+        U = polar(parameter.detach())  # to rounding the parameter itself, unless its optimizer drifts
+    now = solve(U, now.psi, keep_plan=True)
     history.append(now.value)
     return ProjectionResult(
-        projection=parameter.detach().reshape(*batch, -1, k),
+        projection=U.reshape(*batch, -1, k),
         value=now.value.reshape(batch),
         plan=now.plan.reshape(*batch, *now.plan.shape[-2:]),
         history=torch.stack(history).reshape(-1, *batch),
-        converged=_is_flat(parameter.detach(), now, tolerance, sinkhorn_tolerance).reshape(batch),
+        converged=_is_flat(U, now, tolerance, sinkhorn_tolerance).reshape(batch),
     )
 
 

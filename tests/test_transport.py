@@ -238,13 +238,13 @@ def test_one_sweep_a_step_and_rgas_walk_the_path_of_pot(pot_dr: types.ModuleType
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_climbs_and_stays_on_the_manifold(name: str) -> None:
+def test_every_optimizer_climbs_and_ends_on_the_manifold(name: str) -> None:
     x, y = clouds()
     result = projection_robust_wasserstein(x, y, k=2, reg=0.5, optimizer=OPTIMIZERS[name], iterations=60)
     assert result.projection.shape == (8, 2)
     assert result.history[-1] == result.value
     assert result.value > 2 * result.history[0]
-    assert orthogonality_error(result.projection) < 1e-5  # Projected: five Cayley loops; the others 1e-15
+    assert orthogonality_error(result.projection) < 1e-14
     torch.testing.assert_close(value_at(result.projection, x, y, 0.5), result.value, atol=1e-3, rtol=1e-4)
 
 

@@ -30,6 +30,7 @@ from ortho_vit.experiments.result import (
     Result,
     add_common_options,
     new_figure,
+    parse,
     progress,
     run_command,
     save_figure,
@@ -172,7 +173,7 @@ STYLES = {
 
 def convergence(*, seed: int = 0, quick: bool = False) -> Result:
     """Error and deviation against iterations, every method, both precisions."""
-    n, m, iterations = (60, 4, 60) if quick else (1000, 10, 5000)
+    n, m, iterations = (40, 3, 20) if quick else (1000, 10, 2500)
     result = Result("convergence", {"n": n, "m": m, "iterations": iterations, "seed": seed})
     problem = Problem.random(n, m, seed=seed)
     result.settings["optimum"] = problem.optimum
@@ -209,7 +210,7 @@ def metrics(*, seed: int = 0, quick: bool = False) -> Result:
     """metric × expm × integrator for StiefelSGD and StiefelAdam, on the eigenvalue problem and on Brockett's
     cost.
     """
-    sizes = {"eigenvalues": (60, 4, 40), "brockett": (20, 3, 40)}
+    sizes = {"eigenvalues": (40, 3, 10), "brockett": (20, 3, 10)}
     if not quick:
         sizes = {"eigenvalues": (500, 10, 1500), "brockett": (60, 6, 1500)}
     rates: dict[tuple[str, str], Callable[..., Optimizer]] = {
@@ -254,7 +255,7 @@ def plot_metrics(result: Result) -> "Figure":
 
 def manifold(*, seed: int = 0, quick: bool = False) -> Result:
     """Fewer Cayley loops, rarer QR, fewer polar iterations: the error they leave."""
-    n, m, iterations = (60, 4, 40) if quick else (500, 10, 1500)
+    n, m, iterations = (40, 3, 20) if quick else (500, 10, 1500)
     result = Result("manifold", {"n": n, "m": m, "iterations": iterations, "seed": seed})
     projected = partial(ProjectedStiefelSGD, lr=0.2, momentum=0.9)
     stiefel = partial(StiefelSGD, lr=0.1, momentum=0.9, integrator="paper")
@@ -313,7 +314,7 @@ class PolarProjectedSGD(Optimizer):
 
 def retraction(*, seed: int = 0, quick: bool = False) -> Result:
     """The cheap retraction outside the method it was made for."""
-    n, m, iterations = (60, 4, 40) if quick else (1000, 10, 1500)
+    n, m, iterations = (40, 3, 20) if quick else (1000, 10, 1500)
     result = Result("retraction", {"n": n, "m": m, "iterations": iterations, "seed": seed})
     methods: dict[str, Factory] = {
         "StiefelSGD": METHODS["StiefelSGD"],
@@ -490,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("figure", choices=[*FIGURES, "all"])
     add_common_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     for name in FIGURES if options.figure == "all" else [options.figure]:
         experiment, plot = FIGURES[name]
         result = experiment(seed=options.seed, quick=options.quick)

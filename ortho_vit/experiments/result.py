@@ -131,6 +131,13 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, with the output folder made: better before the run than after it."""
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    return options
+
+
 def run_command(main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> int:
     """Run a command; what the user got wrong is one line on standard error and exit code 1."""
     try:

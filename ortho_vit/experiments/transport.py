@@ -31,6 +31,7 @@ from ortho_vit.experiments.result import (
     Result,
     add_common_options,
     new_figure,
+    parse,
     progress,
     run_command,
     save_figure,
@@ -322,9 +323,9 @@ def word_clouds(
 
 
 def shakespeare(folder: Path, *, seed: int = 0, quick: bool = False) -> Result:
-    """All pairs of the texts in a folder: reg 0.2, 50 iterations, the 1,000 most frequent words of each."""
+    """All pairs of the texts in a folder: reg 0.2, 50 iterations, the 500 most frequent words of each."""
     texts = read_texts(folder)
-    dimension, words, epochs, iterations = (20, 20, 1, 3) if quick else (200, 1000, 30, 50)
+    dimension, words, epochs, iterations = (20, 20, 1, 3) if quick else (200, 500, 30, 50)
     with progress("shakespeare: training word2vec"):
         corpus = word_clouds(texts, dimension=dimension, words=words, epochs=epochs, seed=seed)
     multiples = (1.0, 0.5) if quick else (1.0, 0.25, 0.5, 2.0, 4.0)
@@ -368,9 +369,9 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
     """Value against its exact 4k and the subspace found against the true one, by method and by number of
     points.
     """
-    d, k, repeats, sizes = (8, 2, 2, (20, 40)) if quick else (30, 2, 10, (25, 50, 100, 250, 500))
+    d, k, repeats, sizes = (8, 2, 2, (10, 20)) if quick else (30, 2, 10, (25, 50, 100, 250, 500))
     seeds = range(seed, seed + repeats)
-    options: dict[str, Any] = {"k": k, "reg": 0.1, "iterations": 10 if quick else 500, "tolerance": 1e-4}
+    options: dict[str, Any] = {"k": k, "reg": 0.1, "iterations": 5 if quick else 500, "tolerance": 1e-4}
     options["sinkhorn_tolerance"] = 1e-4
     result = Result("hypercube", {"d": d, "exact": 4 * k, "seeds": list(seeds), **options})
     start = torch.eye(d, dtype=torch.float64).flip(1)[:, :k] + 0.1  # the true coordinates all but missing
@@ -432,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "shakespeare":
             command.add_argument("--texts", type=Path, required=True, help="folder of .txt files, one a play")
         add_common_options(command)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     common = {"seed": options.seed, "quick": options.quick}
     if options.corpus == "mnist":
         result = mnist(options.data, **common)
