@@ -40,17 +40,18 @@ class StiefelParameter(nn.Parameter):
         cls, data: Tensor, *, blocks: int = 1, rows: int | None = None, requires_grad: bool = True
     ) -> "StiefelParameter":
         rows = check_blocks(data, blocks, rows)
-        self = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        self = torch.Tensor._make_subclass(cls, laid_out(data.detach(), blocks, rows), requires_grad)
         self.blocks, self.rows = blocks, rows
         return self
 
     def matrices(self) -> Tensor:
         """A writable view (B, r, c) of the constrained blocks."""
-        return matrices_of(self, self.detach())
+        return cut_blocks(self.detach(), self.blocks, self.rows).flatten(0, -3)
 
     def free(self) -> Tensor | None:
         """A writable view (..., free rows, c) of the rows after the constrained ones, or None."""
-        return free_of(self, self.detach())
+        count = self.shape[-2] - self.rows
+        return self.detach().narrow(-2, self.rows, count) if count else None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StiefelParameter(blocks={self.blocks}, rows={self.rows}) containing:\n{self.data!r}"
@@ -100,18 +101,16 @@ def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
     return rows
 
 
-def matrices_of(parameter: StiefelParameter, x: Tensor) -> Tensor:
-    """The part of x (shaped as the parameter: itself, its gradient, a copy) that belongs to its constrained blocks."""
-    blocks, c = parameter.blocks, x.shape[-1]
-    batch = math.prod(x.shape[:-2])
-    cut = x.narrow(-2, 0, parameter.rows).unflatten(-2, (blocks, parameter.rows // blocks))
-    return cut.reshape(batch * blocks, parameter.rows // blocks, c)
+def laid_out(data: Tensor, blocks: int, rows: int) -> Tensor:
+    """`data` itself if its blocks are a view (B, r, c) of it, else (a permuted batch) a contiguous copy."""
+    flat = cut_blocks(data, blocks, rows).flatten(0, -3)
+    same = flat.is_meta or flat.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+    return data if same else data.contiguous()
 
 
-def free_of(parameter: StiefelParameter, x: Tensor) -> Tensor | None:
-    """The part of x (shaped as the parameter) that belongs to its free rows."""
-    count = x.shape[-2] - parameter.rows
-    return x.narrow(-2, parameter.rows, count) if count else None
+def cut_blocks(x: Tensor, blocks: int, rows: int) -> Tensor:
+    """A view (..., blocks, r, c) of the first `rows` rows of x (..., R, c)."""
+    return x.narrow(-2, 0, rows).unflatten(-2, (blocks, rows // blocks))
 
 
 def constrain(
@@ -138,13 +137,15 @@ def constrain(
     if parameter.is_meta and init != "keep":
         raise ValueError(f"constrain: {name!r} is on the meta device and has no values; use init='keep'")
     rows = check_blocks(parameter, blocks, rows)
+    parameter.data = laid_out(parameter.data, blocks, rows)
+    X = cut_blocks(parameter.detach(), blocks, rows)
+    if init == "polar":
+        X.copy_(polar(X))
+    elif init == "random":
+        X.copy_(random_stiefel(*X.shape, dtype=X.dtype, device=X.device))
     parameter.__class__ = StiefelParameter
     parameter = cast(StiefelParameter, parameter)
     parameter.blocks, parameter.rows = blocks, rows
-    if init != "keep":
-        with torch.no_grad():
-            X = parameter.matrices()
-            X.copy_(polar(X) if init == "polar" else random_stiefel(*X.shape, dtype=X.dtype, device=X.device))
     return module
 
 

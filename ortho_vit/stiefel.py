@@ -80,7 +80,7 @@ def random_stiefel(
     dtype = dtype or torch.get_default_dtype()
     A = torch.randn(size, dtype=working_dtype(dtype), device=device, generator=generator)
     Q = qr(A) if is_tall(A) else qr(A.mT).mT
-    return Q.to(dtype).contiguous()
+    return polar(Q).to(dtype).contiguous()  # what QR leaves of rounding
 
 
 def qr(A: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
         return polar(polar_svd(X, far=~(distance < 0.6))).to(dtype)
     R, rough = inverse_sqrt(M, positive=False)
     Y = X + R @ X
-    return (Y if rough is None else polar(Y)).to(dtype)
+    return (Y if rough is None else torch.where(rough[..., None, None], polar(Y), Y)).to(dtype)
 
 
 def gram_deviation(X: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
         M2 = symmetric_matmul(M, M)
         worst = reaches[-1]
     tier = torch.stack([bound > reach for reach in reaches[:-1]]).sum(0)
-    q = rows.to(M.device)[tier][..., None, None].unbind(1)
+    q = rows.to(M.device)[tier][..., None, None].unbind(-3)
     R = q[0] * M
     if worst > reaches[0]:
         R = torch.addcmul(R, q[1], M2)
@@ -311,7 +311,7 @@ def inverse_sqrt_fixed(M: Tensor, steps: int) -> Tensor:
     """
     I = identity(M)
     A = I + M
-    size = torch.linalg.matrix_norm(A)
+    size = torch.linalg.matrix_norm(A, torch.inf)
     scale = torch.where(size < 1.9, 1.0, 1.9 / size)[..., None, None]
     Y, Z = A * scale, I.expand_as(A)
     for _ in range(steps):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ortho_vit.parameter import StiefelParameter
+from ortho_vit.parameter import StiefelParameter, cut_blocks
 from ortho_vit.stiefel import orthogonality_error, polar, working_dtype
 
 Group = dict[str, Any]
@@ -186,7 +186,9 @@ class StiefelOptimizer(Optimizer):
         """Parameters of one key are stepped as one batch: all alike under `foreach`, each by itself otherwise."""
         if "step" not in part.state:
             part.state.update(
-                self.new_state(wide(blocks_of(p, part.tensor).flatten(0, -3)), group), step=0, free={}
+                self.new_state(wide(cut_blocks(part.tensor, p.blocks, p.rows).flatten(0, -3)), group),
+                step=0,
+                free={},
             )
         part.state["step"] += 1
         if not (part.tensor.is_cuda if group["foreach"] is None else group["foreach"]):
@@ -225,11 +227,6 @@ def wide(X: Tensor) -> Tensor:
     return X if X.shape[-2] < X.shape[-1] else X.mT
 
 
-def blocks_of(p: StiefelParameter, x: Tensor) -> Tensor:
-    """A view (..., blocks, r, c) of the constrained rows of x, which is shaped as p or as a stack of such."""
-    return x.narrow(-2, 0, p.rows).unflatten(-2, (p.blocks, p.rows // p.blocks))
-
-
 class Stack:
     """Parameters that are alike, laid out as one batch of blocks X; alone, a parameter is stepped where it lies."""
 
@@ -242,8 +239,8 @@ class Stack:
             self.parts[0].tensor if self.alone else torch.stack([part.tensor for part in self.parts])
         )
         grad = self.parts[0].grad if self.alone else torch.stack([part.grad for part in self.parts])
-        self.X = blocks_of(p, self.tensor).reshape(-1, p.rows // p.blocks, p.shape[-1])
-        self.G = blocks_of(p, grad).reshape(self.X.shape)
+        self.X = cut_blocks(self.tensor, p.blocks, p.rows).reshape(-1, p.rows // p.blocks, p.shape[-1])
+        self.G = cut_blocks(grad, p.blocks, p.rows).reshape(self.X.shape)
         self.state = states[0] if self.alone else _gather(states, torch.cat)
         self.free: list[Part] = []
         if p.rows < p.shape[-2]:
@@ -252,7 +249,8 @@ class Stack:
 
     def write_back(self) -> None:
         """Copy to where they came from: blocks that could not be a view, and whatever was stacked."""
-        blocks = blocks_of(self.parameters[0], self.tensor)
+        p = self.parameters[0]
+        blocks = cut_blocks(self.tensor, p.blocks, p.rows)
         if self.X.data_ptr() != blocks.data_ptr():
             blocks.copy_(self.X.view(blocks.shape))
         if self.alone:

@@ -1,0 +1,11 @@
+"""`ortho_vit` is imported before anything imports torchvision; every test starts from the same random state."""
+
+import pytest
+import torch
+
+import ortho_vit  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)

@@ -1,0 +1,181 @@
+"""The geometry, against singular value decompositions and the definitions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortho_vit.stiefel import (
+    cayley,
+    inverse_sqrt,
+    orthogonality_error,
+    polar,
+    project_tangent,
+    random_stiefel,
+    skew,
+    sym,
+    symmetric_matmul,
+)
+
+# What is "working precision": largest |XXᵀ − I| measured over these shapes, and the head-room allowed.
+ORTHOGONAL = {torch.float32: 3e-7, torch.float64: 8e-15}  # measured: 6e-8, 3e-15
+SHAPES = [(1, 1), (1, 7), (7, 1), (5, 5), (32, 384), (384, 32), (3, 2, 8, 4), (384, 384)]
+
+
+def svd_polar(X):
+    P, _, Qh = torch.linalg.svd(X.double(), full_matrices=False)
+    return P @ Qh
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_points_are_orthonormal_and_contiguous(shape, dtype):
+    X = random_stiefel(*shape, dtype=dtype)
+    assert X.shape == shape
+    assert X.dtype == dtype
+    assert X.is_contiguous()
+    assert orthogonality_error(X) < 10 * ORTHOGONAL[dtype]
+
+
+def test_random_points_are_uniform():
+    """Without the sign fix of QR the diagonal would have a sign; and a column of a uniform frame has mean zero."""
+    X = random_stiefel(4000, 6, 3, dtype=torch.float64)
+    assert X.mean(0).abs().max() < 4 / math.sqrt(6 * 4000)
+    assert ((X[:, 0, 0] > 0).double().mean() - 0.5).abs() < 0.05
+
+
+def test_a_generator_makes_random_points_repeatable():
+    draw = [random_stiefel(4, 3, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
+    assert torch.equal(*draw)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("distance", [1e-7, 1e-4, 1e-2, 0.1, 0.5, 3.0, 1e3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_polar_is_the_svd_factor_at_any_distance(shape, distance, dtype):
+    X = random_stiefel(*shape, dtype=dtype)
+    X = X + distance * torch.randn_like(X) / math.sqrt(max(shape[-2:]))
+    Y = polar(X)
+    sigma = torch.linalg.svdvals(X.double()).amin()
+    assert orthogonality_error(Y) < ORTHOGONAL[dtype]
+    assert (Y - svd_polar(X)).abs().max() < 50 * torch.finfo(dtype).eps * max(1, 1 / sigma)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_polar_does_not_depend_on_scale(scale):
+    X = torch.randn(6, 10)
+    torch.testing.assert_close(polar(scale * X), polar(X), rtol=0, atol=1e-5)
+
+
+def test_polar_handles_bad_conditioning():
+    P, _, Qh = torch.linalg.svd(torch.randn(5, 9, dtype=torch.float64), full_matrices=False)
+    X = P @ torch.diag(10.0 ** -torch.arange(5, dtype=torch.float64) * 2) @ Qh
+    assert (polar(X) - P @ Qh).abs().max() < 1e-6
+    assert orthogonality_error(polar(X)) < 1e-14
+
+
+def test_polar_is_idempotent_to_rounding():
+    X = polar(torch.randn(3, 8, 20))
+    assert (polar(X) - X).abs().max() <= 2e-7
+
+
+def test_polar_of_a_mixed_batch_equals_polar_one_by_one():
+    near, middle, far = random_stiefel(3, 6, 9)
+    X = torch.stack([near + 1e-6, middle + 0.05 * torch.randn(6, 9), 40 * far + torch.randn(6, 9)])
+    assert torch.equal(polar(X), torch.stack([polar(x[None])[0] for x in X]))
+
+
+def test_polar_keeps_the_dtype_of_low_precision():
+    Y = polar(torch.randn(8, 16).bfloat16())
+    assert Y.dtype == torch.bfloat16
+    assert orthogonality_error(Y) < 2e-2
+
+
+def test_a_fixed_number_of_inner_steps_squares_the_error_each_time():
+    X = random_stiefel(8, 30, dtype=torch.float64) + 0.01 * torch.randn(8, 30, dtype=torch.float64)
+    errors = [orthogonality_error(polar(X, inner_steps=k)) for k in (1, 2, 3)]
+    assert errors[0] < 2e-2
+    assert errors[1] < 4 * errors[0] ** 2
+    assert errors[2] < 4 * errors[1] ** 2
+
+
+def test_fixed_inner_steps_converge_from_any_scale():
+    for scale in (0.1, 100.0):
+        assert (
+            orthogonality_error(polar(scale * torch.randn(5, 40, dtype=torch.float64), inner_steps=40))
+            < 1e-12
+        )
+
+
+def test_polar_refuses_what_has_no_polar_factor():
+    with pytest.raises(ValueError, match="rank-deficient"):
+        polar(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="not finite"):
+        polar(torch.full((3, 5), torch.nan))
+    with pytest.raises(ValueError, match="inner_steps must be at least 1, got 0"):
+        polar(torch.randn(3, 5), inner_steps=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 0.02, 0.2, 1.0, 30.0, 5e3])
+@pytest.mark.parametrize("m", [1, 5, 200])
+def test_inverse_square_root_is_exact_over_the_whole_range(m, size, dtype):
+    A = torch.randn(3, m, m, dtype=dtype)
+    M = A @ A.mT
+    M = M * (size / torch.linalg.matrix_norm(M, 2))[:, None, None]
+    R, rough = inverse_sqrt(M, positive=True)
+    I = torch.eye(m, dtype=torch.float64)
+    residual = (I + R.double()) @ (I + M.double()) @ (I + R.double()) - I
+    assert residual.abs().max() < torch.finfo(dtype).eps * (4 + m) * (1 if rough is None else 10 + size)
+
+
+def test_inverse_square_root_does_not_depend_on_its_batch():
+    A = torch.randn(6, 5, 5)
+    M = A @ A.mT * torch.tensor([1e-7, 1e-3, 1e-2, 0.05, 3.0, 400.0])[:, None, None]
+    together, _ = inverse_sqrt(M, positive=True)
+    for i in range(6):
+        assert torch.equal(together[i], inverse_sqrt(M[i : i + 1], positive=True)[0][0])
+
+
+def test_inverse_square_root_says_when_it_overflows():
+    with pytest.raises(FloatingPointError, match="overflowed"):
+        inverse_sqrt(torch.full((1, 3, 3), torch.inf), positive=True)
+
+
+@pytest.mark.parametrize("m", [3, 192, 250])
+def test_half_a_product_is_the_whole(m):
+    A = torch.randn(2, m, m, dtype=torch.float64)
+    torch.testing.assert_close(symmetric_matmul(A, A), A @ A.mT, rtol=1e-12, atol=1e-12)
+    W, S = skew(A), sym(A @ A.mT)
+    W = W @ W @ W  # commutes with its own square, so the product below is skew
+    torch.testing.assert_close(symmetric_matmul(W, W @ W, sign=-1), W @ (W @ W).mT, rtol=1e-9, atol=1e-6)
+    torch.testing.assert_close(symmetric_matmul(S, torch.eye(m, dtype=S.dtype)), S, rtol=1e-12, atol=1e-12)
+
+
+@given(shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), seed=st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_tangent_projection_is_a_projection_onto_the_tangent_space(shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    X = random_stiefel(*shape, dtype=torch.float64, generator=generator)
+    G = torch.randn(shape, dtype=torch.float64, generator=generator)
+    T = project_tangent(X, G)
+    frame = X.mT @ T if shape[-2] > shape[-1] else T @ X.mT
+    assert sym(frame).abs().max() < 1e-13
+    torch.testing.assert_close(project_tangent(X, T), T, rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        (T * (G - T)).sum((-2, -1)), torch.zeros(shape[0], dtype=G.dtype), rtol=0, atol=1e-12
+    )
+
+
+def test_cayley_of_skew_is_orthogonal_and_second_order():
+    W = skew(torch.randn(2, 6, 6, dtype=torch.float64))
+    assert orthogonality_error(cayley(W)) < 1e-14
+    errors = [(cayley(h * W) - torch.linalg.matrix_exp(h * W)).abs().max() for h in (1e-2, 5e-3)]
+    assert errors[0] / errors[1] == pytest.approx(8, rel=0.1)
+
+
+def test_shapes_that_are_no_frames_are_refused():
+    with pytest.raises(ValueError, match="two dimensions"):
+        random_stiefel(5)
