@@ -34,6 +34,10 @@ class Golden:
 
     @classmethod
     def of(cls, pixels: Tensor, logits: Tensor) -> "Golden":
+        if pixels.dtype != torch.uint8 or pixels.ndim != 4:
+            raise CheckpointError(
+                f"pixels must be uint8 (n, channels, height, width), got {pixels.dtype} {tuple(pixels.shape)}"
+            )
         data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
         return cls(list(pixels.shape), data, [[round(x, 6) for x in row] for row in logits.tolist()])
 
@@ -100,6 +104,8 @@ class Card:
             )
         if self.constraint not in ("within", "across", None) or self.projections not in get_args(Projections):
             raise ValueError(f"no such constraint: {self.constraint!r} of {self.projections!r}")
+        if any(len(row) != len(self.classes) for row in self.golden.logits):
+            raise ValueError(f"{len(self.classes)} classes, but {len(self.golden.logits[0])} logits")
         if reserved := RESERVED & set(self.arguments):
             raise ValueError(f"arguments must be the architecture's own, got {', '.join(sorted(reserved))}")
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):

@@ -252,4 +252,4 @@ def _apply(task: Task, change: Change) -> None:
     if change.core is not None:
         CoredLinear.convert(task.linear, change.core)
         if hasattr(module, "qkv_bias_separate"):
-            setattr(module, "qkv_bias_separate", True)  # noqa: B010  (call the layer, then add q_bias, k_bias, v_bias)
+            module.qkv_bias_separate = True  # type: ignore[assignment]  (call the layer, then add the biases)

@@ -8,7 +8,6 @@ if they are finite and on the manifold.  Otherwise one line says what is wrong, 
 """
 
 import hashlib
-import math
 import os
 import urllib.error
 import urllib.request
@@ -25,7 +24,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import model_entrypoint
 from torch import Tensor, nn
 
-from ortho_vit.models.card import Card, CheckpointError
+from ortho_vit.models.card import NAME, Card, CheckpointError
 from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
@@ -66,7 +65,7 @@ def available(source: str | os.PathLike[str] | None = None) -> list[str]:
     if _is_url(where):
         return []  # an address cannot be listed
     files = sorted(Path(where).glob("*.safetensors"))
-    return [file.stem for file in files if file.with_suffix(".json").is_file()]
+    return [file.stem for file in files if NAME.fullmatch(file.stem) and file.with_suffix(".json").is_file()]
 
 
 def path_of(name: str) -> str:
@@ -115,7 +114,9 @@ def _download(url: str) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             return response.read()
-    except (urllib.error.URLError, OSError) as error:
+    except OSError as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
         raise CheckpointError(f"{url}: cannot be fetched ({error})") from error
 
 
@@ -224,24 +225,19 @@ def _adapt(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 def _spread_channels(weight: Tensor, channels: int) -> Tensor:
     """A convolution over `channels` inputs that answers as before to an input that is equal in every channel."""
     before = weight.shape[1]
-    if channels == before:
-        return weight
-    if channels == 1:
-        return weight.sum(1, keepdim=True)
-    repeated = weight.repeat(1, math.ceil(channels / before), 1, 1)[:, :channels]
-    return repeated * (before / channels)
+    if channels <= before:
+        return torch.stack([weight[:, i::channels].sum(1) for i in range(channels)], 1)
+    copies = [len(range(i, channels, before)) for i in range(before)]
+    return torch.stack([weight[:, i % before] / copies[i % before] for i in range(channels)], 1)
 
 
 def _load(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unexpected:
-        what = [f"no {missing[0]}"] * bool(missing) + [f"an unknown {unexpected[0]}"] * bool(unexpected)
-        more = len(missing) + len(unexpected) - len(what)
-        raise CheckpointError(
-            f"{name}: the weights are of another architecture: {' and '.join(what)}"
-            + (f", and {more} more" * bool(more))
-        )
+        what = [f"no {key}" for key in missing[:1]] + [f"an unknown {key}" for key in unexpected[:1]]
+        more = f", and {count} more" if (count := len(missing) + len(unexpected) - len(what)) else ""
+        raise CheckpointError(f"{name}: the weights are of another architecture: {' and '.join(what)}{more}")
     for key, x in own.items():
         if tensors[key].shape != x.shape:
             raise CheckpointError(

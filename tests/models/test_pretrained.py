@@ -1,0 +1,403 @@
+"""Checkpoints: what is saved loads again, to the bit; what was tampered with is refused in one line."""
+
+import dataclasses
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from ortho_vit import orthogonality_error, stiefel_parameters  # isort: skip  (before timm)
+
+import timm
+
+from ortho_vit.models import (
+    Checkpoint,
+    CheckpointError,
+    create_model,
+    export_for_hub,
+    find_checkpoint,
+    list_models,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+NAME = "ortho_vit_pico.shapes_across"
+ARGUMENTS = {"depth": 1, "num_classes": 4}
+PIXELS = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+ABOUT = {
+    "pixels": PIXELS,
+    "classes": ["circle", "cross", "square", "star"],
+    "data": "shapes",
+    "mean": (0.5, 0.4, 0.3),
+    "std": (0.25, 0.2, 0.3),
+    "accuracy": {"test/top1": 0.25},
+    "command": "python train.py test --ckpt_path run.ckpt",
+    "optimizer": {"class_path": "StiefelSGD", "lr": 0.1},
+    "recipe": {"epochs": 1},
+    "arguments": ARGUMENTS,
+}
+
+
+def build(name=NAME, constraint="across", **kwargs):
+    torch.manual_seed(0)
+    return create_model(name.partition(".")[0], constraint=constraint, **{**ARGUMENTS, **kwargs}).eval()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", str(tmp_path))
+    save_checkpoint(build(), NAME, folder=tmp_path, **ABOUT)
+    return tmp_path
+
+
+def rewrite(folder, change=lambda tensors: None, name=NAME, **fields):
+    """Change the tensors and the card, and make the card's hash right again."""
+    weights, card = folder / f"{name}.safetensors", folder / f"{name}.json"
+    tensors = safetensors.torch.load_file(weights)
+    change(tensors)
+    safetensors.torch.save_file(tensors, weights)
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    card.write_text(json.dumps({**json.loads(card.read_text()), "sha256": sha256, **fields}))
+
+
+def refuses(match, name=NAME, **kwargs):
+    with pytest.raises(CheckpointError, match=match) as caught:
+        create_model(name, pretrained=True, **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- round trip
+
+
+def test_what_is_saved_loads_again_to_the_bit(folder):
+    model = create_model(NAME, pretrained=True).eval()
+    assert torch.equal(model(IMAGES), build()(IMAGES))
+    assert model.orthogonal == {"constraint": "across", "projections": "qk", "preserve": False}
+    assert sorted(os.listdir(folder)) == [f"{NAME}.json", f"{NAME}.safetensors"]
+
+
+def test_the_card_tells_what_the_weights_are(folder):
+    card = find_checkpoint(NAME).card
+    model = build()
+    assert card.parameters == sum(p.numel() for p in model.parameters())
+    assert card.orthogonality_error == orthogonality_error(model) < 2e-6
+    assert card.sha256 == hashlib.sha256((folder / f"{NAME}.safetensors").read_bytes()).hexdigest()
+    assert (card.architecture, card.tag) == ("ortho_vit_pico", "shapes_across")
+    assert card.classes == ABOUT["classes"]
+    assert {"python", "torch", "timm"} <= set(card.versions)
+    assert torch.equal(card.golden.images(), PIXELS)
+    assert len(card.golden.logits) == 8
+    assert card.golden_error(model) < 1e-5
+    with torch.no_grad():
+        model.head.bias.add_(0.01)
+    with pytest.raises(CheckpointError, match=r"logits differ from the card's by 0.01"):
+        card.check_golden(model)
+
+
+def test_timm_finds_mean_and_labels_in_the_model(folder):
+    config = timm.data.resolve_data_config(model=create_model(NAME, pretrained=True))
+    assert (config["mean"], config["std"]) == (ABOUT["mean"], ABOUT["std"])
+    assert create_model(NAME, pretrained=True).pretrained_cfg["label_names"] == tuple(ABOUT["classes"])
+
+
+def test_names_are_listed_and_a_single_one_need_not_be_tagged(folder):
+    assert list_models(pretrained=True) == [NAME]
+    assert list_models("*nano*", pretrained=True) == []
+    assert torch.equal(create_model("ortho_vit_pico", pretrained=True).head.weight, build().head.weight)
+    save_checkpoint(build(), "ortho_vit_pico.other", folder=folder, **ABOUT)
+    refuses(
+        r"ortho_vit_pico has 2 trained weights; name one: ortho_vit_pico.other, ortho_vit_pico.shapes",
+        "ortho_vit_pico",
+    )
+    refuses("ortho_vit_nano has no trained weights", "ortho_vit_nano")
+    refuses(
+        "no checkpoint 'ortho_vit_pico.shape' in .*; it has ortho_vit_pico.other, ", "ortho_vit_pico.shape"
+    )
+
+
+def test_a_tag_without_weights_gives_the_cards_architecture(folder):
+    model = create_model(NAME)
+    assert len(model.blocks) == 1
+    assert not torch.equal(model.head.weight, build().head.weight)
+    assert model.orthogonal["constraint"] == "across"
+    assert orthogonality_error(model) < 2e-6
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+@pytest.mark.parametrize("constraint", ["within", "across", None])
+def test_every_kind_of_model_makes_the_round_trip(tmp_path, constraint, preserve):
+    model = build(
+        "vit_tiny_patch16_224.x", constraint, preserve=preserve, img_size=32, embed_dim=48, patch_size=8
+    )
+    about = {**ABOUT, "arguments": {**ARGUMENTS, "img_size": 32, "embed_dim": 48, "patch_size": 8}}
+    save_checkpoint(model, "vit_tiny_patch16_224.x", folder=tmp_path, **about)
+    loaded = create_model("vit_tiny_patch16_224.x", pretrained=True, checkpoints=tmp_path).eval()
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
+    assert [n for n, _ in stiefel_parameters(loaded)] == [n for n, _ in stiefel_parameters(model)]
+
+
+# ------------------------------------------------------------------------------------------------------------ adapting
+
+
+def test_another_number_of_classes_gives_a_new_head_on_the_same_features(folder):
+    model = create_model(NAME, pretrained=True, num_classes=7).eval()
+    assert model(IMAGES).shape == (2, 7)
+    assert torch.equal(model.forward_features(IMAGES), build().forward_features(IMAGES))
+    assert create_model(NAME, pretrained=True, num_classes=0)(IMAGES).shape == (2, 96)
+
+
+def test_another_image_size_resamples_the_position_embedding(folder):
+    model, small = create_model(NAME, pretrained=True, img_size=64).eval(), build()
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)
+    expected = timm.layers.resample_abs_pos_embed(small.pos_embed, [8, 8])
+    assert torch.equal(model.pos_embed, expected)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+def test_other_channels_answer_the_same_to_a_grey_picture(folder, channels):
+    grey = torch.randn(2, 1, 32, 32)
+    expected = build()(grey.expand(-1, 3, -1, -1))
+    model = create_model(NAME, pretrained=True, in_chans=channels).eval()
+    torch.testing.assert_close(model(grey.expand(-1, channels, -1, -1)), expected, atol=1e-5, rtol=0)
+
+
+def test_another_constraint_replaces_the_cards(folder):
+    free = create_model(NAME, pretrained=True, constraint=None).eval()
+    assert not list(stiefel_parameters(free))
+    assert type(free.blocks[0].attn.qkv.weight) is nn.Parameter
+    assert torch.equal(free(IMAGES), build()(IMAGES))
+    within = create_model(NAME, pretrained=True, constraint="within").eval()
+    assert [p.blocks for _, p in stiefel_parameters(within)] == [12]
+    torch.testing.assert_close(
+        within(IMAGES), build()(IMAGES), atol=1e-5, rtol=0
+    )  # orthonormal across is within too
+
+
+def test_a_free_checkpoint_can_be_constrained_without_changing_its_function(tmp_path):
+    model = build(constraint=None)
+    save_checkpoint(model, NAME, folder=tmp_path, **ABOUT)
+    options = {"pretrained": True, "checkpoints": tmp_path, "constraint": "within"}
+    preserved = create_model(NAME, preserve=True, **options).eval()
+    assert orthogonality_error(preserved) < 2e-6
+    torch.testing.assert_close(preserved(IMAGES), model(IMAGES), atol=1e-5, rtol=0)
+
+
+# -------------------------------------------------------------------------------------------------------- other sources
+
+
+def test_a_checkpoint_opens_by_its_path(folder):
+    for suffix in ("json", "safetensors"):
+        model = load_checkpoint(Checkpoint.open(folder / f"{NAME}.{suffix}")).eval()
+        assert torch.equal(model(IMAGES), build()(IMAGES))
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def address(folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path_factory.mktemp("hub")))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_checkpoint_is_fetched_from_an_address(address):
+    model = create_model(NAME, pretrained=True, checkpoints=address).eval()
+    assert torch.equal(model(IMAGES), build()(IMAGES))
+    refuses("cannot be fetched .*404", "ortho_vit_pico.absent", checkpoints=address)
+
+
+def test_a_fetched_file_must_have_the_cards_hash(address, folder):
+    with open(folder / f"{NAME}.safetensors", "ab") as file:
+        file.write(b"x")
+    refuses("sha256 is .*, but its card says", checkpoints=address)
+
+
+def test_only_web_addresses_are_fetched(folder):
+    refuses("only https, http and file addresses", checkpoints="ftp://example.org")
+
+
+def test_timm_loads_them_by_name(folder):
+    script = f"""
+import ortho_vit.models, timm, torch
+model = timm.create_model({NAME!r}, pretrained=True, num_classes=4).eval()
+assert model.orthogonal["constraint"] == "across" and len(model.blocks) == 1
+assert len(timm.create_model("ortho_vit_pico").blocks) == 4
+ortho_vit.models.find_checkpoint({NAME!r}).card.check_golden(model)
+try:
+    timm.create_model("ortho_vit_pico", pretrained=True)
+except ortho_vit.models.CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"ortho_vit_pico: name the weights to load, one of: {NAME}"
+
+
+def test_a_hub_folder_loads_through_timm(folder, tmp_path):
+    hub = export_for_hub(find_checkpoint(NAME), tmp_path / "hub")
+    assert sorted(os.listdir(hub)) == ["config.json", "model.safetensors"]
+    model = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
+    assert model.orthogonal["constraint"] == "across"
+    assert torch.equal(model(IMAGES), build()(IMAGES))
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_truncated_file_is_refused(folder):
+    weights = folder / f"{NAME}.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refuses("sha256 is .*, but its card says .*: truncated or changed")
+
+
+def test_a_changed_file_is_refused(folder):
+    weights = folder / f"{NAME}.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    refuses("sha256 is .*, but its card says")
+
+
+def test_a_pickle_is_never_opened(folder):
+    weights, card = folder / f"{NAME}.safetensors", folder / f"{NAME}.json"
+    weights.write_bytes(pickle.dumps(Bomb()))
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    card.write_text(json.dumps({**json.loads(card.read_text()), "sha256": sha256}))
+    refuses("not a safetensors file")
+    with pytest.raises(CheckpointError, match=r"run.ckpt: a checkpoint is a .safetensors file"):
+        Checkpoint.open(folder / "run.ckpt")
+
+
+class Bomb:
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def test_weights_of_another_architecture_are_refused(folder):
+    rewrite(folder, lambda tensors: tensors.pop("norm.weight"))
+    refuses("weights are of another architecture: no norm.weight")
+    rewrite(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(5)}))
+    refuses(r"another architecture: norm.weight is \(5,\), not \(96,\)")
+    rewrite(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(96), "model": torch.ones(2)}))
+    refuses("another architecture: an unknown model")
+
+
+def test_a_file_without_a_tag_is_no_checkpoint(folder):
+    for suffix in ("json", "safetensors"):
+        (folder / f"ortho_vit_nano.{suffix}").write_bytes((folder / f"{NAME}.{suffix}").read_bytes())
+    assert list_models(pretrained=True) == [NAME]
+
+
+def test_weights_that_are_not_finite_are_refused(folder):
+    rewrite(folder, lambda tensors: tensors["norm.weight"].fill_(torch.nan))
+    refuses("norm.weight has entries that are not finite")
+
+
+def test_weights_off_the_manifold_are_refused(folder):
+    rewrite(folder, lambda tensors: tensors["blocks.0.attn.qkv.weight"].mul_(1.001))
+    refuses(
+        r"blocks.0.attn.qkv.weight is off the Stiefel manifold: max \|X Xᵀ − I\| = 0.002, more than 1e-04"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"name": "ortho_vit_nano.shapes_across"}, "its card is that of 'ortho_vit_nano.shapes_across'"),
+        ({"name": "../../etc/passwd"}, "name must be architecture.tag"),
+        (
+            {"arguments": {"checkpoint_path": "evil.pt"}},
+            "arguments must be the architecture's own, got checkpoint_path",
+        ),
+        ({"arguments": {"dpth": 1}}, "ortho_vit_pico cannot be built with .*dpth"),
+        ({"arguments": [1]}, "arguments must be an object"),
+        ({"constraint": "both"}, "no such constraint: 'both'"),
+        ({"sha256": "abc"}, "sha256 must be 64 hexadecimal digits"),
+        ({"golden": {"shape": [9, 3, 32, 32], "pixels": "", "logits": []}}, "not a checkpoint's card"),
+    ],
+)
+def test_a_card_that_does_not_fit_is_refused(folder, fields, match):
+    card = folder / f"{NAME}.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), **fields}))
+    refuses(match)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "x"}', "\xff"])
+def test_a_file_that_is_no_card_is_refused(folder, text):
+    (folder / f"{NAME}.json").write_text(text, encoding="latin-1")
+    refuses(f"{NAME}.json: (not a checkpoint's card|the card lacks)")
+
+
+def test_nothing_is_saved_of_a_model_off_the_manifold(tmp_path):
+    model = build()
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.add_(0.01)
+    with pytest.raises(CheckpointError, match="off the Stiefel manifold"):
+        save_checkpoint(model, NAME, folder=tmp_path, **ABOUT)
+    with torch.no_grad():
+        model.head.bias.fill_(torch.inf)
+    with pytest.raises(CheckpointError, match=r"head.bias has entries that are not finite"):
+        save_checkpoint(model, NAME, folder=tmp_path, **ABOUT)
+    assert not os.listdir(tmp_path)
+
+
+def test_nothing_is_saved_that_would_not_load_again(tmp_path):
+    with pytest.raises(CheckpointError, match="another architecture"):
+        save_checkpoint(
+            build(), NAME, folder=tmp_path, **{**ABOUT, "arguments": {"num_classes": 4, "depth": 2}}
+        )
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "match"),
+    [
+        ("ortho_vit_pico", {}, "name must be architecture.tag"),
+        ("../ortho_vit_pico.x", {}, "name must be architecture.tag"),
+        ("ortho_vit_pcio.x", {}, "there is no architecture 'ortho_vit_pcio'"),
+        (
+            NAME,
+            {"pixels": PIXELS.float()},
+            r"pixels must be uint8 \(n, channels, height, width\), got torch.float32",
+        ),
+        (NAME, {"classes": ["cat", "dog"]}, "2 classes, but 4 logits"),
+    ],
+)
+def test_nothing_is_saved_with_a_card_that_is_wrong(tmp_path, name, about, match):
+    with pytest.raises(CheckpointError, match=match):
+        save_checkpoint(build(), name, folder=tmp_path / "new", **{**ABOUT, **about})
+    assert not any(tmp_path.rglob("*.*"))
+
+
+def test_nothing_is_overwritten_unasked(folder):
+    before = (folder / f"{NAME}.safetensors").read_bytes()
+    other = build(constraint="within")
+    with pytest.raises(CheckpointError, match="exists already; overwrite=True replaces it"):
+        save_checkpoint(other, NAME, folder=folder, **ABOUT)
+    assert (folder / f"{NAME}.safetensors").read_bytes() == before
+    save_checkpoint(other, NAME, folder=folder, overwrite=True, **ABOUT)
+    assert create_model(NAME, pretrained=True).orthogonal["constraint"] == "within"
+
+
+def test_a_card_reads_back_as_it_was_written(folder):
+    card = find_checkpoint(NAME).card
+    assert type(card).from_json(card.to_json(), "card") == card
+    assert dataclasses.asdict(card)["accuracy"] == {"test/top1": 0.25}
