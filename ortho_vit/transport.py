@@ -2,13 +2,14 @@
 
 `sinkhorn` solves  min_π ⟨π, C⟩ + reg ⟨π, log π − 1⟩  over the plans π with marginals a and b, for one pair
 of measures or a batch of them.  The optimum is  π = exp((f ⊕ g − C) / reg)  with potentials f, g.  They are
-kept in the log domain; in between, sweeps run as two matrix-vector products with the kernel  K = exp((f ⊕ g
-− C) / reg)  at the potentials of a moment ago, so a sweep costs no exponential, and the scalings u, v on
-top of K are absorbed into f, g before they lose digits.  Where even that is not enough (the first sweeps at
-a tiny reg), the sweeps are done again with log-sum-exp: slower, and never out of range.
+kept in the log domain; in between, sweeps run as two matrix-vector products with the kernel
+K = exp((f ⊕ g − C) / reg)  at the potentials of a moment ago, so a sweep costs no exponential, and the
+scalings u, v on top of K are absorbed into f, g before they lose digits.  Where even that is not enough (the
+first sweeps at a tiny reg), the sweeps are done again with log-sum-exp: slower, and never out of range.
+Two things save sweeps: over-relaxation, and a cold start that brings reg down in steps.
 
 `projection_robust_wasserstein` maximises the value over projections U ∈ St(d, k) of both clouds (Paty &
-Cuturi 2019; Lin et al.  2020), alternating a warm-started Sinkhorn solve with one step of an optimizer on a
+Cuturi 2019; Lin et al. 2020), alternating a warm-started Sinkhorn solve with one step of an optimizer on a
 `StiefelParameter`.  Any optimizer of `ortho_vit.optim` will do; `RGAS` and `RAGAS` here are the ones of Lin
 et al.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ortho_vit.optim import StiefelSGD
 from ortho_vit.parameter import StiefelParameter
 from ortho_vit.stiefel import polar, project_tangent, qr
 
@@ -31,9 +33,7 @@ __all__ = ["RAGAS", "RGAS", "ProjectionResult", "SinkhornResult", "projection_ro
 OptimizerFactory = Callable[[list[StiefelParameter]], Optimizer]
 
 _CHUNK = 8  # sweeps between two looks at the error: each look is one host synchronisation
-_WALK = (
-    4096  # on a CPU, pairs with more entries than this are solved one by one: a kernel then stays in cache
-)
+_WALK = 4096  # on a CPU, pairs with more entries are solved one by one: a kernel then stays in cache
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,7 @@ class _Solution(NamedTuple):
     plan: Tensor  # (B, n, m)
     phi: Tensor  # (B, n), f / reg
     psi: Tensor  # (B, m), g / reg
-    error: (
-        Tensor  # (B,), ℓ¹ error of the row marginal; the columns were scaled last and are exact to rounding
-    )
+    error: Tensor  # (B,), ℓ¹ error of the rows; the columns were scaled last and are exact to rounding
     sweeps: int
 
 
@@ -171,8 +169,8 @@ def _cold_start(a: Tensor, b: Tensor, M: Tensor, max_sweeps: int) -> tuple[Tenso
 class _Relaxation:
     """Over-relaxed sweeps, u ← u^(1−ω) (a / Kv)^ω, with ω fitted to the observed rate of convergence.
 
-    Near the solution a sweep is a Gauss–Seidel step of rate θ < 1, so over-relaxation brings the rate to ω
-    − 1 at ω = 2 / (1 + √(1 − θ)): as many sweeps as the square root of before (Thibault et al. 2017).  θ
+    Near the solution a sweep is a Gauss–Seidel step of rate θ < 1, so over-relaxation brings the rate to
+    ω − 1 at ω = 2 / (1 + √(1 − θ)): as many sweeps as the square root of before (Thibault et al. 2017).  θ
     follows from the rate λ of the last chunk by Young's relation  (λ + ω − 1)² = λ ω² θ.  Away from the
     solution nothing is promised: a chunk that raised the error is undone and the next ones, twice as many
     each time, are plain sweeps, which always converge.
@@ -364,10 +362,7 @@ def _start_projection(start: Tensor | None, x: Tensor, k: int, batch: torch.Size
 def _default_optimizer(
     x: Tensor, y: Tensor, a: Tensor, b: Tensor, parameters: list[StiefelParameter]
 ) -> Optimizer:
-    """StiefelSGD at lr = 1/L, L = 2 λ_max(V_{a⊗b}): the largest curvature at the independent plan, over all
-    pairs."""
-    from ortho_vit.optim import StiefelSGD
-
+    """StiefelSGD at lr = 1/L,  L = 2 λ_max(V_{a⊗b}): the largest curvature at the independent plan, of all pairs."""
     shift = a.unsqueeze(-2) @ x - b.unsqueeze(-2) @ y  # (B, 1, d)
     V = x.mT @ (a.unsqueeze(-1) * x) + y.mT @ (b.unsqueeze(-1) * y)
     V = V + 0.5 * shift.mT @ shift  # x and y are centred at their common mean: the means are ±shift/2
@@ -395,11 +390,10 @@ class RGAS(Optimizer):
 
 
 class RAGAS(Optimizer):
-    """RGAS with adaptive row and column scales (Lin et al. 2020, Alg. 2; `beta` is the weight of their
-    running averages).
+    """RGAS with adaptive row and column scales (Lin et al. 2020, Alg. 2).
 
         U ← QR(U + lr/√(t+1) · P_U(r̂^(−1/4) ξ ĉ^(−1/4))),   ξ = P_U(G),
-    r̂ and ĉ the largest running averages so far of diag(ξξᵀ)/k and diag(ξᵀξ)/d, from 1e-6.
+    r̂ and ĉ the largest running averages so far, of weight `beta`, of diag(ξξᵀ)/k and diag(ξᵀξ)/d, from 1e-6.
     """
 
     def __init__(
@@ -416,22 +410,18 @@ class RAGAS(Optimizer):
             for parameter in group["params"]:
                 U, xi = _riemannian_gradient(parameter, group["maximize"])
                 state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    for name, mean in (("row", xi.sum(-1)), ("column", xi.sum(-2))):
-                        state[name], state[name + "_max"] = (
-                            torch.zeros_like(mean),
-                            torch.full_like(mean, 1e-6),
-                        )
-                d, k = U.shape[-2:]
-                for name, mean in (("row", xi.square().sum(-1) / k), ("column", xi.square().sum(-2) / d)):
-                    state[name].lerp_(mean, 1 - group["beta"])
-                    torch.maximum(state[name + "_max"], state[name], out=state[name + "_max"])
-                scale = state["row_max"].pow(-0.25).unsqueeze(-1) * state["column_max"].pow(-0.25).unsqueeze(
-                    -2
-                )
-                state["step"] += 1
-                U.copy_(qr(U + group["lr"] / math.sqrt(state["step"]) * project_tangent(U, xi * scale)))
+                state["step"] = state.get("step", 0) + 1
+                rows = _running_maximum(state, "rows", xi.square().mean(-1), group["beta"])
+                columns = _running_maximum(state, "columns", xi.square().mean(-2), group["beta"])
+                scaled = xi * rows.pow(-0.25).unsqueeze(-1) * columns.pow(-0.25).unsqueeze(-2)
+                U.copy_(qr(U + group["lr"] / math.sqrt(state["step"]) * project_tangent(U, scaled)))
+
+
+def _running_maximum(state: dict[str, Any], name: str, new: Tensor, beta: float) -> Tensor:
+    """The largest value so far, from 1e-6, of the running average of `new`."""
+    average = state.setdefault(f"{name}_average", torch.zeros_like(new)).lerp_(new, 1 - beta)
+    largest = state.setdefault(f"{name}_maximum", torch.full_like(new, 1e-6))
+    return torch.maximum(largest, average, out=largest)
 
 
 def _riemannian_gradient(parameter: Tensor, maximize: bool) -> tuple[Tensor, Tensor]:
