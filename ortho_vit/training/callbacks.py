@@ -18,8 +18,8 @@ from ortho_vit.stiefel import is_tall, orthogonality_error, polar
 class OrthogonalityMonitor(Callback):
     """Measures every constrained parameter, logs what it finds, and stops the run when one has left the manifold.
 
-    Logged are `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|; `tangency/<parameter>`, the largest ‖X Uᵀ‖/‖U‖ of the
-    momentum U, where the optimizer has one; and the largest of each, `orthogonality` and `tangency`.
+    Logged are `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|; `tangency/<parameter>`, the largest ‖X Uᵀ‖/‖U‖
+    of the momentum U, where the optimizer has one; and the largest of each, `orthogonality` and `tangency`.
 
     Args:
         every_n_steps: how often to measure; besides, at the end of each epoch.
@@ -59,7 +59,7 @@ class OrthogonalityMonitor(Callback):
         if self.threshold is not None and not errors[worst] <= self.threshold:
             raise RuntimeError(
                 f"{worst} has left the manifold at step {trainer.global_step}: its orthogonality error is "
-                f"{errors[worst]:.3g}, more than the {self.threshold:g} of OrthogonalityMonitor; the last checkpoint is older"
+                f"{errors[worst]:.3g}, more than the threshold {self.threshold:g} of OrthogonalityMonitor"
             )
 
 
@@ -83,8 +83,8 @@ def momentum_tangency(pl_module: L.LightningModule, optimizers: Any) -> Iterator
 class WeightAveraging(EMAWeightAveraging):
     """An exponential moving average of the weights, which is what gets validated, saved and kept at the end.
 
-    The mean of orthonormal matrices is not orthonormal, so each constrained block of the average is replaced by its polar
-    factor, the nearest orthonormal one, whenever the average has moved.
+    The mean of orthonormal matrices is not orthonormal, so each constrained block of the average is replaced by its
+    polar factor, the nearest orthonormal one, whenever the average has moved.
 
     Args:
         decay: how much of the average remains at each update.
@@ -155,7 +155,9 @@ class PredictionWriter(BasePredictionWriter):
         if trainer.global_rank:
             target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
         if target.exists():
-            raise FileExistsError(f"{target} is there already; nothing was overwritten, choose another --predictions.path")
+            raise FileExistsError(
+                f"{target} is there already; nothing was overwritten, choose another --predictions.path"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         self._classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
         self.target, self.count = target, 0
@@ -177,5 +179,7 @@ class PredictionWriter(BasePredictionWriter):
         with open(self.target, "a", newline="") as file:
             writer = csv.writer(file)
             for name, label, probability in zip(names, labels.tolist(), probabilities.tolist(), strict=True):
-                writer.writerow([name, self._classes[label] if self._classes else label, f"{probability:.6f}"])
+                writer.writerow(
+                    [name, self._classes[label] if self._classes else label, f"{probability:.6f}"]
+                )
                 self.count += 1

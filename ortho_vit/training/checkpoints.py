@@ -21,9 +21,11 @@ from ortho_vit.training.weights import read_checkpoint
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames, and reads with `weights_only=True`.
 
-    Lightning's own writes to the system's temporary folder first, from where a move to another disk is a copy that can be
-    interrupted.
+    Lightning's own writes to the system's temporary folder first, from where a move to another disk is a copy that can
+    be interrupted.
     """
+
+    loaded: Path | None = None  # what was read last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
@@ -35,7 +37,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.fsync(file.fileno())
         os.replace(partial, path)
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self.loaded = Path(path)
         return read_checkpoint(path, map_location)
 
 
@@ -60,6 +65,7 @@ class Checkpoints(Checkpoint):
         self.monitor, self.mode, self.every_n_steps = monitor, mode, every_n_steps
         self.best_score: float | None = None
         self.folder: Path | None = None
+        self._io = AtomicCheckpointIO()
         self._validated = False
         self._saved_step = -1
 
@@ -77,12 +83,13 @@ class Checkpoints(Checkpoint):
         return path if path and path.is_file() else None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-        if stage != "fit" or trainer.fast_dev_run:
-            return
-        self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-        last, resumed = self.last_path, trainer.ckpt_path
-        if last and not (resumed and Path(resumed).resolve().parent == last.resolve().parent):
+        trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO()
+        if stage == "fit" and not is_trial(trainer):
+            self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        last, resumed = self.last_path, self._io.loaded
+        if last and not (resumed and resumed.resolve().parent == last.resolve().parent):
             raise FileExistsError(
                 f"{last} is there already; nothing was overwritten.  "
                 f"Continue it with --ckpt_path {last}, or choose another --name or --trainer.default_root_dir"
@@ -92,7 +99,11 @@ class Checkpoints(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loop = trainer.fit_loop.epoch_loop
-        if self.every_n_steps is None or trainer.global_step % self.every_n_steps or loop._should_accumulate():
+        if (
+            self.every_n_steps is None
+            or trainer.global_step % self.every_n_steps
+            or loop._should_accumulate()
+        ):
             return
         if not (loop.batch_progress.is_last_batch or self._validation_is_due(trainer)):
             self._save(trainer, improved=False)
@@ -131,10 +142,15 @@ class Checkpoints(Checkpoint):
             _copy(target, self.folder / "last.ckpt")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_score": self.best_score}
+        return {"best_score": self.best_score, "step": self._saved_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_score = state_dict["best_score"]
+        self.best_score, self._saved_step = state_dict["best_score"], state_dict["step"]
+
+
+def is_trial(trainer: L.Trainer) -> bool:
+    """Whether the run is a `fast_dev_run`, which leaves nothing behind."""
+    return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.callbacks import OrthogonalityMonitor, PredictionWriter
-from ortho_vit.training.checkpoints import Checkpoints
+from ortho_vit.training.checkpoints import Checkpoints, is_trial
 from ortho_vit.training.compose import UsageError, config_files, expand, explain
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.module import Classifier
@@ -91,14 +91,18 @@ class CommandLine(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--name", type=str | None, default=None, help="folder of the run, below default_root_dir")
-        parser.add_argument("--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end")
+        parser.add_argument(
+            "--name", type=str | None, default=None, help="folder of the run, below default_root_dir"
+        )
+        parser.add_argument(
+            "--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end"
+        )
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
         parser.add_lightning_class_args(AttentionImages, "images")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
 
-    # ---------------------------------------------------------------------------------------------------------- parsing
+    # --------------------------------------------------------------------------------------------- parsing
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         arguments = list(args)
@@ -114,7 +118,9 @@ class CommandLine(LightningCLI):
         config.ckpt_path = path = self._find_checkpoint(subcommand, config)
         if path is None:
             if subcommand != "fit" and config.model.weights is None:
-                raise UsageError(f"{subcommand} needs trained weights: give --ckpt_path FILE.ckpt or --model.weights FILE")
+                raise UsageError(
+                    f"{subcommand} needs trained weights: give --ckpt_path FILE.ckpt or --model.weights FILE"
+                )
             return
         self._take_over(subcommand, _stored(path, subcommand), path)
 
@@ -122,7 +128,9 @@ class CommandLine(LightningCLI):
         try:
             self.config = parser.parse_args(arguments)
         except argparse.ArgumentError as error:
-            options = [o for action in self._subcommand_parsers[subcommand]._actions for o in action.option_strings]
+            options = [
+                o for action in self._subcommand_parsers[subcommand]._actions for o in action.option_strings
+            ]
             raise UsageError(explain(str(error), options)) from error
 
     def _find_checkpoint(self, subcommand: str, config: Any) -> str | None:
@@ -142,7 +150,9 @@ class CommandLine(LightningCLI):
         """The model of a checkpoint: to resume it must be the configuration's; otherwise it replaces it."""
         config = self.config[subcommand]
         if subcommand == "fit":
-            ours = yaml.safe_load(self._parser(subcommand).dump(config, skip_none=False, skip_validation=True))["model"]
+            ours = yaml.safe_load(
+                self._parser(subcommand).dump(config, skip_none=False, skip_validation=True)
+            )["model"]
             different = [
                 f"{key} was {old}, now {new}"
                 for key, old, new in _differences(ours, stored)
@@ -159,7 +169,7 @@ class CommandLine(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Done in `parse_arguments`, and more carefully."""
 
-    # ----------------------------------------------------------------------------------------------------- instantiation
+    # --------------------------------------------------------------------------------------- instantiation
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
@@ -168,7 +178,9 @@ class CommandLine(LightningCLI):
         if config.model.num_classes is None:
             data = instantiate_class((), config.data.as_dict())
             if not hasattr(data, "num_classes"):
-                raise UsageError(f"{type(data).__name__} does not say how many classes it has: give --model.num_classes")
+                raise UsageError(
+                    f"{type(data).__name__} does not say how many classes it has: give --model.num_classes"
+                )
             config.model.num_classes = data.num_classes
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -196,10 +208,10 @@ class CommandLine(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Not while the object is being made: see `run`."""
 
-    # ----------------------------------------------------------------------------------------------------------- running
+    # --------------------------------------------------------------------------------------------- running
 
     def run(self) -> None:
-        super()._run_subcommand(self.subcommand)
+        super()._run_subcommand(str(self.subcommand))
 
     def fit(self, **kwargs: Any) -> None:
         config = self.config_init[self.subcommand]
@@ -207,17 +219,21 @@ class CommandLine(LightningCLI):
         self.trainer.fit(**kwargs)
         checkpoints: Checkpoints = config.checkpoints
         results: dict[str, Any] = {}
-        if config.test_after_fit and not self.trainer.fast_dev_run:
+        if config.test_after_fit and not is_trial(self.trainer):
             best = checkpoints.best_path
             results = dict(
-                self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best and str(best), verbose=False)[0]
+                self.trainer.test(
+                    self.model, datamodule=self.datamodule, ckpt_path=best and str(best), verbose=False
+                )[0]
             )
         elif checkpoints.best_score is not None:
             results = {f"best {checkpoints.monitor}": checkpoints.best_score}
         self._summarize(results)
         if self.trainer.log_dir and checkpoints.best_path:
             run = Path(self.trainer.log_dir)
-            command = f"python train.py test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
+            command = (
+                f"python train.py test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
+            )
             self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
 
     def validate(self, **kwargs: Any) -> None:
@@ -267,7 +283,9 @@ def _name_of(files: list[Path]) -> str:
 def _stored(path: str, subcommand: str) -> dict[str, Any]:
     """The model's hyper-parameters in a checkpoint of ours."""
     if Path(path).suffix == ".safetensors":
-        raise UsageError(f"{path} holds weights and no run to continue: give it as --model.weights instead of --ckpt_path")
+        raise UsageError(
+            f"{path} holds weights and no run to continue: give it as --model.weights instead of --ckpt_path"
+        )
     try:
         checkpoint = read_checkpoint(path)
     except (OSError, ValueError) as error:
@@ -276,7 +294,9 @@ def _stored(path: str, subcommand: str) -> dict[str, Any]:
     if not stored or "state_dict" not in checkpoint or "name" not in stored:
         raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
     if subcommand == "fit" and not checkpoint.get("optimizer_states"):
-        raise UsageError(f"{path} holds weights but no optimizer, so it cannot be resumed: give it as --model.weights")
+        raise UsageError(
+            f"{path} holds weights but no optimizer, so it cannot be resumed: give it as --model.weights"
+        )
     return {key: value for key, value in stored.items() if not key.startswith("_")}
 
 
@@ -302,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     with warnings.catch_warnings():
         if not sys.warnoptions:
-            warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
+            warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
             warnings.filterwarnings("ignore", message=".*(many workers|smaller than the logging interval).*")
         code = 2
         try:

@@ -3,8 +3,8 @@
     base: [../parts/cifar10.yaml, ../parts/sgd.yaml]     # relative to the file that says so; may name bases themselves
     model: {constraint: within}
 
-Bases come first, in their order, then the file itself; the later wins, key by key.  LightningCLI merges several `--config`
-just so, and therefore gets one for each file.
+Bases come first, in their order, then the file itself; the later wins, key by key.  LightningCLI merges several
+`--config` just so, and therefore gets one for each file.
 """
 
 import difflib
@@ -51,7 +51,9 @@ def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
     """The YAML of a file and of all it builds on, bases first, without the key `base`."""
     resolved = path.resolve()
     if resolved in chain:
-        raise UsageError(f"configurations build on each other in a circle: {' → '.join(p.name for p in (*chain, resolved))}")
+        raise UsageError(
+            f"configurations build on each other in a circle: {' → '.join(p.name for p in (*chain, resolved))}"
+        )
     named_by = f", named as a base by {chain[-1]}" if chain else ""
     if not path.is_file():
         raise UsageError(f"no configuration file {path}{named_by}")
@@ -86,12 +88,14 @@ def _check_unique_keys(node: yaml.Node, path: Path) -> None:
         seen = set()
         for key, value in node.value:
             if key.value in seen:
-                raise UsageError(f"{path}, line {key.start_mark.line + 1}: the key {key.value!r} is there twice")
+                raise UsageError(
+                    f"{path}, line {key.start_mark.line + 1}: the key {key.value!r} is there twice"
+                )
             seen.add(key.value)
             _check_unique_keys(value, path)
 
 
-# --------------------------------------------------------------------------------------------------------- one-line errors
+# ------------------------------------------------------------------------------------------ one-line errors
 
 
 def explain(message: str, options: Iterable[str]) -> str:
@@ -107,17 +111,22 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"Option '([^']+)' is not accepted", message):
         path = re.search(r"class_path[ =]'([^']+)'", message)
         owner = path[1].rpartition(".")[2] if path else key
-        return f"{key}: {owner} has no option {match[1]!r}{_did_you_mean(match[1], _parameters(path[1] if path else ''))}"
+        hint = _did_you_mean(match[1], _parameters(path[1] if path else ""))
+        return f"{key}: {owner} has no option {match[1]!r}{hint}"
     if match := re.search(r"the following arguments are required: (.*)", message):
         return f"missing: {re.sub(r'(fit|validate|test|predict)[.]', '', match[1])}; a --config file can give them"
     if match := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
         return f"{key}: {match[1]} has no {match[2]!r}{_did_you_mean(match[2], dir(importlib.import_module(match[1])))}"
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
-        return f"{key}: {match[1]!r} is no known class; give its whole path, such as ortho_vit.optim.StiefelSGD"
+        return (
+            f"{key}: {match[1]!r} is no known class; give its whole path, such as ortho_vit.optim.StiefelSGD"
+        )
     if "Does not validate against any of the Union subtypes" in message:
         kinds = re.findall(r"- Expected an? (.*)", message)
         given = re.search(r"Given value: (.*)", message)
-        details = [" ".join(part.split()) for part in re.findall(r"- (?!Expected an? <)(.*(?:\n {4,}.*)*)", message)]
+        details = [
+            " ".join(part.split()) for part in re.findall(r"- (?!Expected an? <)(.*(?:\n {4,}.*)*)", message)
+        ]
         if details:
             return _plain(f"{key}: {details[-1]}")
         return _plain(f"{key}: expected {' or '.join(kinds)}, got {given[1] if given else '?'}")
@@ -133,7 +142,10 @@ def _unknown_part(key: str, options: list[str]) -> str:
     """The key up to where it stops being known."""
     parts = key.split(".")
     for n in range(1, len(parts)):
-        if not any(option == ".".join(parts[:n]) or option.startswith(".".join(parts[:n]) + ".") for option in options):
+        if not any(
+            option == ".".join(parts[:n]) or option.startswith(".".join(parts[:n]) + ".")
+            for option in options
+        ):
             return ".".join(parts[:n])
     return key
 

@@ -17,9 +17,9 @@ from ortho_vit.parameter import stiefel_parameters
 class AttentionImages(Callback):
     """Draws attention maps and Gram matrices every few epochs.
 
-    `attention/maps` has one row for each of a few validation pictures: the picture, then the attention of the class token
-    in every block, averaged over heads.  `gram/<parameter>` is |W Wᵀ| of the constrained rows: the identity on the diagonal
-    blocks that are orthonormal, and elsewhere how much heads overlap.
+    `attention/maps` has one row for each of a few validation pictures: the picture, then the attention of the class
+    token in every block, averaged over heads.  `gram/<parameter>` is |W Wᵀ| of the constrained rows: the identity on
+    the diagonal blocks that are orthonormal, and elsewhere how much heads overlap.
 
     Args:
         every_n_epochs: how often; 0 for never.
@@ -36,14 +36,23 @@ class AttentionImages(Callback):
         self._images: Tensor | None = None
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0:
             self._images = batch[0][: self.pictures]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logger = trainer.logger
-        if not self.every_n_epochs or trainer.current_epoch % self.every_n_epochs or not isinstance(logger, TensorBoardLogger):
+        if (
+            not self.every_n_epochs
+            or trainer.current_epoch % self.every_n_epochs
+            or not isinstance(logger, TensorBoardLogger)
+        ):
             return
         for name, parameter in stiefel_parameters(pl_module):
             logger.experiment.add_image(f"gram/{name}", gram_image(parameter), trainer.global_step)
@@ -63,7 +72,7 @@ def gram_image(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def attention_images(model: nn.Module, images: Tensor) -> Tensor | None:
-    """One row a picture: the picture, then the class token's attention in each block; None where that makes no sense."""
+    """One row a picture: the picture, then the class token's attention in each block; None without a class token."""
     if not getattr(model, "num_prefix_tokens", 0):
         return None
     training = model.training
@@ -75,7 +84,7 @@ def attention_images(model: nn.Module, images: Tensor) -> Tensor | None:
     rows = rows / rows.amax((-3, -2, -1), keepdim=True).clamp_min(1e-12)
     tiles = [rows.expand(-1, 3, -1, -1)]
     for attention in record:  # (B, heads, N, N)
-        looks = attention[:, :, 0, model.num_prefix_tokens :].mean(1).float()  # type: ignore[misc,operator]
+        looks = attention[:, :, 0, model.num_prefix_tokens :].mean(1).float()
         side = int(looks.shape[-1] ** 0.5)
         if side * side != looks.shape[-1]:
             return None
@@ -83,7 +92,9 @@ def attention_images(model: nn.Module, images: Tensor) -> Tensor | None:
         tiles.append(F.interpolate(looks, (height, width)).expand(-1, 3, -1, -1))
     if len(tiles) == 1:
         return None
-    return torch.cat([F.pad(torch.cat(tiles, -1), (0, 0, 0, 2), value=1.0)[i] for i in range(len(images))], -2).cpu()
+    return torch.cat(
+        [F.pad(torch.cat(tiles, -1), (0, 0, 0, 2), value=1.0)[i] for i in range(len(images))], -2
+    ).cpu()
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 Every argument is a plain value or, for the optimizer, a class with its arguments, so that a YAML file is the same thing
 as a call.  The hyper-parameters a checkpoint keeps are plain values too, and it loads under `weights_only=True`.
 
-Whatever is random in a training step is a function of (seed, epoch, batch, rank): the generators are seeded again before
-every batch.  With data modules whose batches are such a function too, a run that was killed and resumed ends with the
-same bits as one that was not.
+Whatever is random in a training step is a function of (seed, epoch, batch, rank): the generators are seeded again
+before every batch.  With data modules whose batches are such a function too, a run that was killed and resumed ends
+with the same bits as one that was not.
 """
 
 import math
@@ -68,7 +68,9 @@ class Classifier(L.LightningModule):
         freeze: list[str] | None = None,
     ) -> None:
         super().__init__()
-        self._require(num_classes is not None and num_classes >= 2, f"num_classes must be at least 2, got {num_classes}")
+        self._require(
+            num_classes is not None and num_classes >= 2, f"num_classes must be at least 2, got {num_classes}"
+        )
         self._require(0 <= label_smoothing < 1, f"label_smoothing must be in [0, 1), got {label_smoothing}")
         self._require(0 <= warmup_epochs < math.inf, f"warmup_epochs must be at least 0, got {warmup_epochs}")
         self._require(0 < layer_decay <= 1, f"layer_decay must be in (0, 1], got {layer_decay}")
@@ -79,10 +81,14 @@ class Classifier(L.LightningModule):
 
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.warmup_epochs, self.layer_decay = warmup_epochs, layer_decay
-        self.model = _build(name, weights, constraint=constraint, num_classes=num_classes, **(model_kwargs or {}))
+        self.model = _build(
+            name, weights, constraint=constraint, num_classes=num_classes, **(model_kwargs or {})
+        )
         self._freeze(freeze or [])
         if constraint is not None and not any(True for _ in stiefel_parameters(self.model)):
-            raise ValueError(f"Classifier: constraint={constraint!r}, but no parameter of {name!r} is constrained")
+            raise ValueError(
+                f"Classifier: constraint={constraint!r}, but no parameter of {name!r} is constrained"
+            )
         self._optimizer = optimizer
         self.make_optimizer()  # whatever is wrong with it is known before any data is read
 
@@ -122,7 +128,7 @@ class Classifier(L.LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
 
-    # ------------------------------------------------------------------------------------------------------- steps
+    # ----------------------------------------------------------------------------------------------- steps
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
@@ -130,8 +136,8 @@ class Classifier(L.LightningModule):
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         if not torch.isfinite(loss):
             raise FloatingPointError(
-                f"the loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch}, batch {batch_idx}); "
-                "training stopped before the weights changed, the last checkpoint is good"
+                f"the loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch}, batch {batch_idx})"
+                "; training stopped before the weights changed, the last checkpoint is good"
             )
         self.train_loss.update(loss.detach(), len(labels))
         self.train_accuracy.update(logits.detach(), labels)
@@ -159,7 +165,7 @@ class Classifier(L.LightningModule):
         probability, label = self.model(images).float().softmax(-1).max(-1)
         return names, label, probability
 
-    # ---------------------------------------------------------------------------------------- optimizer and schedule
+    # ------------------------------------------------------------------------------ optimizer and schedule
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer over whatever is trainable now; groups are derived from the model anew each time."""
@@ -183,7 +189,9 @@ class Classifier(L.LightningModule):
         if self.layer_decay == 1:
             return 1.0
         depth = len(getattr(self.model, "blocks", ()))
-        self._require(depth > 0, f"layer_decay needs a model with `blocks`, and {type(self.model).__name__} has none")
+        self._require(
+            depth > 0, f"layer_decay needs a model with `blocks`, and {type(self.model).__name__} has none"
+        )
         first, _, rest = name.partition(".")
         if first == "blocks":
             above = depth - int(rest.split(".")[0])
@@ -194,19 +202,34 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         total = self.trainer.estimated_stepping_batches
         self._require(
-            math.isfinite(total), "the schedule needs to know its end: set trainer.max_epochs or trainer.max_steps"
+            math.isfinite(total),
+            "the schedule needs to know its end: set trainer.max_epochs or trainer.max_steps",
         )
+        self.trainer.fit_loop.setup_data()  # which says how long an epoch is
         an_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         warmup = min(round(self.warmup_epochs * an_epoch), int(total))
         optimizer = self.make_optimizer()
         scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup=warmup, total=int(total)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    # ------------------------------------------------------------------------------------------------ exact resuming
+    # -------------------------------------------------------------------------------------- exact resuming
 
     def on_fit_start(self) -> None:
         if self._seed is None:
             self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+    def on_train_start(self) -> None:
+        """Where a run is measured in steps, Lightning runs an epoch that was finished once more, without batches."""
+        loop = self.trainer.fit_loop
+        if loop.restarted_on_epoch_end:
+            loop.epoch_progress.current.processed -= 1  # so that it is counted once
+            loop.epoch_progress.total.processed -= 1
+            loop.epoch_loop._batches_that_stepped -= 1
+
+    def on_train_epoch_start(self) -> None:
+        """Not called where a run continues within an epoch, whose means go on."""
+        self.train_loss.reset()
+        self.train_accuracy.reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._seed is not None
@@ -248,7 +271,9 @@ def _seed_everything(*parts: int) -> None:
 
 
 def _state_of(metric: Any) -> dict[str, Tensor]:
-    return {name: getattr(metric, name).clone() for name in metric._defaults} | {"count": torch.tensor(metric._update_count)}
+    return {name: getattr(metric, name).clone() for name in metric._defaults} | {
+        "count": torch.tensor(metric._update_count)
+    }
 
 
 def _restore(metric: Any, state: dict[str, Tensor]) -> None:
@@ -257,7 +282,7 @@ def _restore(metric: Any, state: dict[str, Tensor]) -> None:
         setattr(metric, name, state[name].clone())
 
 
-# ------------------------------------------------------------------------------- the optimizer, as a call and as values
+# -------------------------------------------------------------- the optimizer, as a call and as values
 
 
 def _as_factory(optimizer: Any) -> OptimizerFactory:

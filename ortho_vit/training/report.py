@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ortho_vit.parameter import stiefel_parameters
+from ortho_vit.training.checkpoints import is_trial
 
 COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
 
@@ -23,16 +24,25 @@ class History(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.folder: Path | None = None
+        self._validated = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and not trainer.fast_dev_run:
+        if stage == "fit" and not is_trial(trainer):
             self.folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.rows and self.rows[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
+            return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name in COLUMNS}
+        if not self._validated:  # those of an earlier epoch
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
+        self._validated = False
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         row = {"epoch": trainer.current_epoch, "step": trainer.global_step} | metrics
         self.rows = [*(r for r in self.rows if r["epoch"] < row["epoch"]), row]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated = not trainer.sanity_checking
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.folder is None or not self.rows or not trainer.is_global_zero:
@@ -74,7 +84,11 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
             points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
             if points:
                 marker = "o" if len(points) == 1 else None
-                axes.plot(*zip(*points, strict=True), label=name.split("/")[0] if "/" in name else None, marker=marker)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=name.split("/")[0] if "/" in name else None,
+                    marker=marker,
+                )
         axes.set(title=title, xlabel="epoch")
         if title == "orthogonality error" and any(row.get("orthogonality", 0) > 0 for row in rows):
             axes.set_yscale("log")

@@ -1,0 +1,132 @@
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from small_run import digits, make_classifier, make_trainer
+
+from ortho_vit import orthogonality_error, stiefel_parameters
+from ortho_vit.data import CIFAR100
+from ortho_vit.optim import StiefelAdam, StiefelSGD
+from ortho_vit.training import Classifier
+
+
+def test_training_reduces_the_loss_and_stays_on_the_manifold(tmp_path):
+    model, trainer = make_classifier(partial(StiefelAdam, lr=3e-3)), make_trainer(tmp_path, max_epochs=4)
+    trainer.fit(model, datamodule=digits(limit=512))
+    history = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["callbacks"]["History"][
+        "rows"
+    ]
+    assert history[-1]["train/loss"] < history[0]["train/loss"]
+    assert orthogonality_error(model.model) < 2e-6
+
+
+def test_an_optimizer_that_would_ignore_the_constraint_is_refused():
+    with pytest.raises(
+        ValueError, match=r"AdamW would ignore the constraint; use an optimizer of ortho_vit\.optim"
+    ):
+        make_classifier(partial(torch.optim.AdamW, lr=1e-3))
+
+
+def test_any_torch_optimizer_trains_without_a_constraint(tmp_path):
+    model = make_classifier(partial(torch.optim.AdamW, lr=1e-3), constraint=None)
+    assert not list(stiefel_parameters(model))
+    make_trainer(tmp_path, max_epochs=1, limit_train_batches=2).fit(model, datamodule=digits())
+
+
+def test_a_frozen_constraint_may_go_with_any_optimizer():
+    model = make_classifier(partial(torch.optim.AdamW, lr=1e-3), freeze=["blocks.*"])
+    assert all(not p.requires_grad for _, p in stiefel_parameters(model))
+    names = [name for group in model.make_optimizer().param_groups for name in group["param_names"]]
+    assert names
+    assert not any(name.startswith("blocks.") for name in names)
+
+
+def test_a_constraint_without_anything_constrained_is_an_error(monkeypatch):
+    monkeypatch.setattr("ortho_vit.training.module.stiefel_parameters", lambda model: iter(()))
+    with pytest.raises(ValueError, match="no parameter of 'ortho_vit_digits' is constrained"):
+        make_classifier()
+
+
+def test_a_negative_learning_rate_is_known_before_training():
+    with pytest.raises(ValueError, match="lr must be finite and >= 0, got -1"):
+        make_classifier(partial(StiefelSGD, lr=-1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ({"warmup_epochs": -1}, "warmup_epochs must be at least 0, got -1"),
+        ({"layer_decay": 0.0}, r"layer_decay must be in \(0, 1\], got 0.0"),
+        ({"freeze": ["nothing.*"]}, r"no parameter is called 'nothing\.\*'"),
+        ({"freeze": ["*"]}, "leaves nothing to train"),
+    ],
+)
+def test_arguments_out_of_range_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_classifier(**arguments)
+
+
+def test_the_number_of_classes_must_be_that_of_the_data(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"num_classes is 7, but Digits has 10 classes; set model\.num_classes to 10"
+    ):
+        make_trainer(tmp_path).fit(make_classifier(num_classes=7), datamodule=digits())
+    assert CIFAR100.classes  # any data module that says how many it has is asked
+
+
+def test_the_learning_rate_follows_the_schedule_and_stiefel_lr_with_it(tmp_path):
+    seen = []
+
+    class Record(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            seen.append(optimizer.param_groups[0]["lr"])
+
+    model = make_classifier(partial(StiefelSGD, lr=0.2, stiefel_lr=0.4), warmup_epochs=1)
+    make_trainer(tmp_path, Record(), max_epochs=3, accumulate_grad_batches=2).fit(model, datamodule=digits())
+    assert len(seen) == 6  # 4 batches an epoch, 2 to a step
+    assert seen[:2] == pytest.approx([0.1, 0.2])
+    assert seen[-1] == pytest.approx(0.002)
+
+
+def test_an_endless_run_has_no_schedule(tmp_path):
+    with pytest.raises(ValueError, match=r"set trainer\.max_epochs or trainer\.max_steps"):
+        make_trainer(tmp_path, max_epochs=-1).fit(make_classifier(), datamodule=digits())
+
+
+def test_layer_decay_slows_what_is_further_from_the_head():
+    model = make_classifier(layer_decay=0.5)
+    optimizer = model.make_optimizer()
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert rates["head.weight"] == pytest.approx(0.1)
+    assert rates["blocks.2.attn.qkv.weight"] == pytest.approx(0.05)
+    assert rates["blocks.0.attn.qkv.weight"] == pytest.approx(0.0125)
+    assert rates["patch_embed.proj.weight"] == pytest.approx(0.00625)
+
+
+def test_hyper_parameters_are_plain_and_restore_the_model(tmp_path):
+    model, trainer = make_classifier(), make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(model, datamodule=digits())
+    path = tmp_path / "checkpoints/last.ckpt"
+    stored = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert stored["optimizer"]["class_path"].endswith("StiefelSGD")
+    assert stored["optimizer"]["init_args"] == {"lr": 0.1, "momentum": 0.9}
+    again = Classifier.load_from_checkpoint(path, weights_only=True)
+    for ours, theirs in zip(model.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
+    class Poison(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                batch[0].fill_(float("nan"))
+
+    trainer = make_trainer(tmp_path, Poison(), every_n_steps=1)
+    with pytest.raises(FloatingPointError, match=r"the loss is nan at step 5 \(epoch 1, batch 1\)"):
+        trainer.fit(make_classifier(), datamodule=digits())
+    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == 5
+    assert all(value.isfinite().all() for value in last["state_dict"].values())

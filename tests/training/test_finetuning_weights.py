@@ -1,0 +1,104 @@
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_run import digits, make_classifier, make_trainer
+
+from ortho_vit import orthogonality_error
+
+
+@pytest.fixture
+def trained(tmp_path):
+    model = make_classifier()
+    make_trainer(tmp_path / "run", max_epochs=1).fit(model, datamodule=digits())
+    return model, tmp_path / "run/checkpoints/last.ckpt"
+
+
+def equal(a, b, but=()):
+    return all(torch.equal(v, b[k]) for k, v in a.items() if not k.startswith(tuple(but)))
+
+
+def test_weights_come_from_a_checkpoint_of_a_run(trained):
+    model, path = trained
+    assert equal(model.model.state_dict(), make_classifier(weights=str(path)).model.state_dict())
+
+
+def test_weights_come_from_safetensors(trained, tmp_path):
+    model, _ = trained
+    save_file(model.model.state_dict(), tmp_path / "w.safetensors")
+    assert equal(
+        model.model.state_dict(), make_classifier(weights=str(tmp_path / "w.safetensors")).model.state_dict()
+    )
+
+
+def test_a_head_of_other_classes_is_left_out(trained):
+    model, path = trained
+    other = make_classifier(weights=str(path), num_classes=3).model
+    assert other.head.weight.shape[0] == 3
+    assert equal(other.state_dict(), model.model.state_dict(), but=["head"])
+
+
+def test_patches_positions_and_channels_are_resampled(trained):
+    model, path = trained
+    kwargs = {"img_size": 16, "patch_size": 4, "in_chans": 3}
+    other = make_classifier(weights=str(path), model_kwargs=kwargs).model
+    assert equal(other.state_dict(), model.model.state_dict(), but=["patch_embed", "pos_embed"])
+    assert other(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+    assert orthogonality_error(other) < 2e-6
+
+
+class Payload:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def damage(kind, path, state):
+    if kind == "truncated":
+        torch.save(state, path)
+        path.write_bytes(path.read_bytes()[:2000])
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps({"state_dict": Payload()}, protocol=2))
+    elif kind == "architecture":
+        torch.save({"weight": torch.zeros(3)}, path)
+    elif kind == "depth":
+        torch.save({k: v for k, v in state.items() if not k.startswith("blocks.2")}, path)
+    elif kind == "nan":
+        torch.save(state | {"norm.weight": torch.full((64,), float("nan"))}, path)
+    elif kind == "list":
+        torch.save([torch.zeros(3)], path)
+    elif kind == "text":
+        path.write_text("not weights")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "no checkpoint"),
+        ("truncated", "is damaged or no checkpoint"),
+        ("pickle", "is refused: it holds more than tensors"),
+        ("architecture", "is of another architecture: it has no"),
+        ("depth", "is of another architecture: it has no 'blocks.2"),
+        ("nan", "is refused: 'norm.weight' has entries that are not finite"),
+        ("list", "is no checkpoint: it holds a list"),
+        ("text", "is refused|is damaged"),
+    ],
+)
+def test_bad_files_are_refused_in_a_line(kind, message, tmp_path, capsys):
+    path = tmp_path / "w.ckpt"
+    damage(kind, path, make_classifier().model.state_dict())
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        make_classifier(weights=str(path))
+    assert "\n" not in str(caught.value)
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_a_damaged_safetensors_file_is_refused(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+        make_classifier(weights=str(tmp_path / "w.safetensors"))
+
+
+def test_weights_that_are_neither_a_file_nor_the_models_say_so():
+    with pytest.raises(ValueError, match="neither a file nor of the model 'ortho_vit_digits'"):
+        make_classifier(weights="ortho_vit_nano.cifar10")

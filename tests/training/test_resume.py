@@ -1,0 +1,152 @@
+"""A run that was interrupted and resumed ends with the same bits as one that was not."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from small_run import digits, make_classifier
+from torch import Tensor
+
+from ortho_vit import optim
+from ortho_vit.training import Checkpoints, History, OrthogonalityMonitor, WeightAveraging
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def assert_same_bits(a, b, where=""):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same_bits(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same_bits(x, y, f"{where}/{i}")
+    elif isinstance(a, Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b or (a != a and b != b), f"{where}: {a} and {b}"
+
+
+class KeepAll(Checkpoints):
+    """Keeps a copy of every checkpoint that was ever the last."""
+
+    def _save(self, trainer, improved):
+        super()._save(trainer, improved)
+        assert self.folder is not None
+        kept = self.folder / "kept"
+        kept.mkdir(parents=True, exist_ok=True)
+        if self.last_path:
+            shutil.copy(self.last_path, kept / f"{len(list(kept.iterdir()))}.ckpt")
+
+
+def run(folder, optimizer, *, resume=None, ema=False, data=None, model=None, **trainer):
+    torch.manual_seed(random.randrange(10**6))  # as another process would start
+    model = make_classifier(
+        optimizer, warmup_epochs=1, model_kwargs={"proj_drop_rate": 0.1, "drop_path_rate": 0.1}, **(model or {})
+    )
+    callbacks = [OrthogonalityMonitor(every_n_steps=2, threshold=None), History(), KeepAll(every_n_steps=1)]
+    L.Trainer(
+        default_root_dir=folder,
+        callbacks=[WeightAveraging(decay=0.9), *callbacks] if ema else callbacks,
+        **{"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "num_sanity_val_steps": 0} | trainer,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(model, datamodule=digits(**(data or {})), ckpt_path=resume)
+    last = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    return last | {"weights in memory": dict(model.state_dict())}
+
+
+SGD = partial(optim.StiefelSGD, lr=0.1, momentum=0.9, weight_decay=5e-5)
+ADAM = partial(optim.StiefelAdam, lr=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        pytest.param(SGD, {}, id="sgd"),
+        pytest.param(ADAM, {"accumulate_grad_batches": 3, "max_epochs": 3}, id="adam, accumulating"),
+        pytest.param(SGD, {"ema": True}, id="averaging"),
+        pytest.param(SGD, {"val_check_interval": 2}, id="validating within epochs"),
+        pytest.param(SGD, {"check_val_every_n_epoch": 2}, id="validating now and then"),
+        pytest.param(SGD, {"data": {"val_size": 0}}, id="not validating"),
+        pytest.param(SGD, {"max_epochs": -1, "max_steps": 7}, id="counting steps"),
+        *(
+            pytest.param(partial(getattr(optim, name), lr=0.01), {}, id=name, marks=pytest.mark.slow)
+            for name in optim.__all__
+            if name not in ("StiefelSGD", "StiefelAdam")
+        ),
+        pytest.param(SGD, {"data": {"num_workers": 2}}, id="workers", marks=pytest.mark.slow),
+    ],
+)
+def test_every_checkpoint_leads_to_the_same_end(tmp_path, optimizer, options):
+    whole = run(tmp_path / "whole", optimizer, **options)
+    kept = sorted((tmp_path / "whole/checkpoints/kept").iterdir(), key=lambda path: int(path.stem))
+    assert len(kept) >= 4
+    chosen = kept[:-1] if optimizer is SGD and not options else kept[1:-1:2]  # within epochs and at their ends
+    for path in chosen:
+        resumed = run(tmp_path / path.stem, optimizer, resume=path, **options)
+        assert_same_bits(whole, resumed, f"resumed from {path.name} of {len(kept)}")
+
+
+COMMAND = """
+seed_everything: 3
+model:
+  name: ortho_vit_digits
+  optimizer:
+    class_path: ortho_vit.optim.StiefelSGD
+    init_args: {lr: 0.1, momentum: 0.9}
+  model_kwargs: {proj_drop_rate: 0.1}
+data:
+  class_path: ortho_vit.data.Digits
+  init_args: {batch_size: 32, num_workers: NUM_WORKERS}
+trainer: {max_epochs: 3, accelerator: cpu, devices: 1}
+checkpoints: {every_n_steps: 3}
+"""
+
+
+def start(folder, *arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, REPOSITORY / "train.py", "--config", "run.yaml", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_killed_twice_and_resumed_by_the_same_command(tmp_path, num_workers):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.yaml").write_text(COMMAND.replace("NUM_WORKERS", str(num_workers)))
+    finish(start(tmp_path / "whole"))
+    last = tmp_path / "killed/runs/run/version_0/checkpoints/last.ckpt"
+    for _ in range(2):
+        process = start(tmp_path / "killed", "--ckpt_path", "last")
+        before, deadline = last.stat().st_mtime_ns if last.exists() else 0, time.monotonic() + 60
+        while not (last.exists() and last.stat().st_mtime_ns > before) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(start(tmp_path / "killed", "--ckpt_path", "last"))
+    whole, resumed = (
+        torch.load(tmp_path / name / "runs/run/version_0/checkpoints/last.ckpt", weights_only=True)
+        for name in ("whole", "killed")
+    )
+    assert_same_bits(whole, resumed)
