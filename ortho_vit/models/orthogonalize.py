@@ -66,6 +66,8 @@ def orthogonalize(
             f"orthogonalize: no attention of {type(model).__name__} projects any of {projections!r}"
         )
     with torch.no_grad():
+        if init != "keep":
+            _check_values(tasks)
         changes = [_split(task, init) if preserve else _place(task, init) for task in tasks]
         for task, change in zip(tasks, changes, strict=True):
             _apply(task, change)
@@ -159,6 +161,17 @@ def _check(task: Task, constraint: Constraint) -> None:
         )
 
 
+def _check_values(tasks: list[Task]) -> None:
+    for task in tasks:
+        weight, path = task.projection.weight, task.projection.path
+        if weight.is_meta:
+            raise ValueError(
+                f"orthogonalize: {path} is on the meta device and has no values; use init='keep'"
+            )
+        if not weight.isfinite().all():
+            raise ValueError(f"orthogonalize: {path} has entries that are not finite")
+
+
 def _check_core(task: Task) -> None:
     """Refuse what has no place for a core: a forward that reads the weight and does not call the layer."""
     owner, module, path = task.projection.owner, task.attention.module, task.projection.path
@@ -195,10 +208,6 @@ def _place(task: Task, init: Init) -> Change:
     if init == "keep":
         return Change()
     W = task.matrices
-    if W.is_meta:
-        raise ValueError(
-            f"orthogonalize: {task.projection.path} is on the meta device and has no values; use init='keep'"
-        )
     if init == "random":
         return Change(random_stiefel(*W.shape, dtype=W.dtype, device=W.device))
     try:
@@ -215,8 +224,6 @@ def _split(task: Task, init: Init) -> Change:
     if init == "keep":
         I = torch.eye(W.shape[1], dtype=W.dtype, device=W.device)
         return Change(core=I.repeat(heads if task.merged else task.blocks, 1, 1))
-    if not W.isfinite().all():
-        raise ValueError(f"orthogonalize: {task.projection.path} has entries that are not finite")
     A, sigma, Bh = torch.linalg.svd(W.double(), full_matrices=False)
     O, P = A @ Bh, (A * sigma.unsqueeze(-2)) @ A.mT
     bias = None
@@ -234,7 +241,7 @@ def _merge_bias(task: Task, P_k: Tensor) -> Tensor | None:
     bias = task.linear.bias
     if bias is None:
         return None
-    new = bias.detach().double()
+    new = bias.detach().to(torch.float64, copy=True)
     b_q, b_k = new[: task.rows].view(2, task.projection.heads, -1, 1)
     new[: task.rows] = torch.stack(
         [P_k @ b_q, torch.linalg.pinv(P_k, rtol=1e-6, hermitian=True) @ b_k]
@@ -252,4 +259,5 @@ def _apply(task: Task, change: Change) -> None:
     if change.core is not None:
         CoredLinear.convert(task.linear, change.core)
         if hasattr(module, "qkv_bias_separate"):
-            module.qkv_bias_separate = True  # type: ignore[assignment]  (call the layer, then add the biases)
+            # Its forward then calls the layer and adds the biases; it would read the weight past the core otherwise.
+            module.qkv_bias_separate = True  # type: ignore[assignment]

@@ -274,6 +274,15 @@ def test_a_plain_dot_product_needs_one_core_a_head_and_a_norm_two():
     assert normed.blocks[0].attn.qkv.core.shape == (8, 12, 12)
 
 
+def test_preserve_in_double_precision_is_exact_and_leaves_the_original_alone():
+    model = randomize(vit()).double()
+    expected, twin = model(images().double()), copy.deepcopy(model)
+    orthogonalize(twin, "within", preserve=True)
+    assert orthogonality_error(twin) < 1e-14
+    assert (twin(images().double()) - expected).abs().max() < 1e-13  # measured 5e-15
+    assert torch.equal(model(images().double()), expected)
+
+
 def test_preserve_survives_a_singular_projection():
     model = randomize(vit())
     with torch.no_grad():
@@ -372,7 +381,17 @@ def test_a_weight_that_is_not_finite_is_named():
     model = vit()
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight[3, 3] = torch.inf
-    refuses(model, r"blocks.1.attn.qkv.weight.*not finite", preserve=True)
+    for preserve in (False, True):
+        refuses(model.double(), r"blocks.1.attn.qkv.weight.*not finite", preserve=preserve)
+
+
+def test_a_model_without_values_can_only_keep_them():
+    with torch.device("meta"):
+        model = vit()
+    for preserve in (False, True):
+        with pytest.raises(ValueError, match="on the meta device and has no values; use init='keep'"):
+            orthogonalize(model, "within", preserve=preserve)
+    assert len(list(stiefel_parameters(orthogonalize(model, "within", init="keep")))) == 2
 
 
 def test_torch_attention_has_no_place_for_a_core():
