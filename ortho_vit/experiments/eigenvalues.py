@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ortho_vit.experiments.result import (
     Result,
     add_common_options,
+    legend_below,
     new_figure,
     parse,
     progress,
@@ -192,13 +193,13 @@ def plot_convergence(result: Result) -> "Figure":
             curve = result.series[f"{method} | {precision}"]
             for row, key in enumerate(("error", "deviation")):
                 axes[row][column].semilogy(
-                    curve["iteration"], _floor(curve[key]), line, color=colour, label=method, lw=1.3
+                    curve["iteration"], _floor(curve[key]), line, color=colour, label=method, lw=1.1
                 )
         axes[0][column].set(title=precision, ylabel="error |f(X) − f*|")
         axes[1][column].set(xlabel="iteration", ylabel="max |XᵀX − I|")
         for axis in axes[:, column]:
             axis.set_xlim(0, min(2500, result.settings["iterations"]))
-    axes[0][0].legend(fontsize=8)
+    legend_below(figure, axes[0][0], 4)
     figure.suptitle("Leading eigenvalues, n = {n}, m = {m}".format(**result.settings))
     return figure
 
@@ -246,7 +247,7 @@ def plot_metrics(result: Result) -> "Figure":
     for row, title in enumerate(("leading eigenvalues (Z ≡ 0)", "Brockett's cost (Z ≠ 0)")):
         for column, family in enumerate(("SGD", "Adam")):
             axes[row][column].set(title=f"Stiefel{family}, {title}", xlabel="iteration", ylabel="error")
-    axes[1][0].legend(fontsize=8)
+    legend_below(figure, axes[0][0], 3)
     return figure
 
 
@@ -339,7 +340,7 @@ def plot_retraction(result: Result) -> "Figure":
             axis.semilogy(curve["iteration"], _floor(curve[key]), line, color=colour, lw=1.4, label=label)
     axes[0].set(xlabel="iteration", ylabel="error |f(X) − f*|")
     axes[1].set(xlabel="iteration", ylabel="max |XᵀX − I|")
-    axes[0].legend(fontsize=8)
+    legend_below(figure, axes[0], 4)
     return figure
 
 
@@ -360,8 +361,8 @@ def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
     """Iterations to an error of 1e-6 against the learning rate, median of three seeds; where it overflows
     instead.
     """
-    n, m, iterations, seeds = (40, 3, 40, 1) if quick else (200, 10, 3000, 3)
-    grid = [0.05, 0.5] if quick else [round(10 ** (i / 6 - 4), 6) for i in range(31)]
+    n, m, iterations, seeds = (40, 3, 40, 1) if quick else (200, 10, 1500, 3)
+    grid = [0.05, 0.5] if quick else [float(f"{10 ** (i / 4 - 3):.3g}") for i in range(17)]
     chosen = list(range(seed, seed + seeds))
     result = Result("learning-rate", {"n": n, "m": m, "iterations": iterations, "seeds": chosen})
     problems = [Problem.random(n, m, seed=s) for s in chosen]
@@ -465,7 +466,7 @@ def plot_step_time(result: Result) -> "Figure":
             curve = result.series[f"{method} | {name}"]
             axis.loglog(curve["size"], curve["ms"], line, marker="o", ms=3, color=colour, label=method)
         axis.set(xlabel=name, ylabel="ms a step, gradient excluded", title=title)
-    axes[0].legend(fontsize=8)
+    legend_below(figure, axes[0], 4)
     return figure
 
 
@@ -482,8 +483,8 @@ FIGURES: dict[str, tuple[Callable[..., Result], Callable[[Result], "Figure"]]] =
 
 
 def _floor(values: Sequence[float]) -> list[float]:
-    """A logarithmic axis has no zero; what is zero to rounding is drawn at 1e-17."""
-    return [max(value, 1e-17) for value in values]
+    """A logarithmic axis has no zero: what is below rounding is drawn at 1e-15."""
+    return [max(value, 1e-15) for value in values]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -494,7 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(parser, arguments)
     for name in FIGURES if options.figure == "all" else [options.figure]:
         experiment, plot = FIGURES[name]
-        result = experiment(seed=options.seed, quick=options.quick)
+        result = experiment(seed=options.seed, quick=options.quick).thinned()
         result.save(options.output)
         save_figure(plot(result), options.output / f"{result.name}.png")
         result.print_table()

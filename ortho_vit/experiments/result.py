@@ -1,7 +1,7 @@
 """What every experiment returns and how it is kept: curves, a table, the settings and versions that made
 them.
 
-result.save(folder)   writes  <name>.json  (settings, versions, table)  and  <name>.csv  (the curves, thinned)
+result.save(folder)   writes  <name>.json  (settings, versions, table)  and  <name>.csv  (the curves)
 """
 
 import argparse
@@ -14,16 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_POINTS = 200  # of a curve kept in a file: more is not visible
+_POINTS = 120  # of a curve that are kept: more are not visible
 
 
 def versions() -> dict[str, str]:
@@ -49,6 +50,14 @@ class Result:
     table: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
 
+    def thinned(self) -> "Result":
+        """The same with long curves cut down to the points a figure can show."""
+        series = {}
+        for label, curve in self.series.items():
+            kept = thin(len(next(iter(curve.values()))))
+            series[label] = {column: [values[i] for i in kept] for column, values in curve.items()}
+        return replace(self, series=series)
+
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         head = {"name": self.name, "settings": self.settings, "versions": self.versions, "table": self.table}
@@ -60,8 +69,8 @@ class Result:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(["series", *columns])
                 for label, curve in self.series.items():
-                    for i in thin(len(curve[columns[0]])):
-                        writer.writerow([label, *(f"{curve[column][i]:.6g}" for column in columns)])
+                    for numbers in zip(*curve.values(), strict=True):
+                        writer.writerow([label, *(f"{number:.6g}" for number in numbers)])
 
     def print_table(self) -> None:
         """The table as text, one line a row."""
@@ -107,9 +116,15 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Fig
     return figure, axes
 
 
+def legend_below(figure: "Figure", axis: "Axes", columns: int) -> None:
+    """One legend for all panels, under them."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+
+
 def save_figure(figure: "Figure", path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 @contextmanager

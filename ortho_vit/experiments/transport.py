@@ -441,6 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = shakespeare(options.texts, **common)
     else:
         result = digits(**common) if options.corpus == "digits" else hypercube(**common)
+    result = result.thinned()
     result.save(options.output)
     plot = plot_hypercube if result.name == "hypercube" else plot_compare
     save_figure(plot(result), options.output / f"{result.name}.png")

@@ -20,13 +20,22 @@ def test_a_result_is_saved_with_its_settings_and_versions(tmp_path: Path) -> Non
     assert rows == [["series", "x", "y"], ["curve", "0", "1"], ["curve", "1", "nan"]]
 
 
-@pytest.mark.parametrize("length", [0, 1, 200, 201, 5001])
+@pytest.mark.parametrize("length", [0, 1, 120, 121, 5001])
 def test_thinning_keeps_both_ends_and_few_points(length: int) -> None:
     kept = thin(length)
-    assert len(kept) <= 200
+    assert len(kept) <= 120
     assert kept == sorted(set(kept))
     if length:
         assert (kept[0], kept[-1]) == (0, length - 1)
+
+
+def test_a_thinned_result_keeps_short_curves_and_cuts_long_ones() -> None:
+    long = [float(i) for i in range(1000)]
+    series = {"short": {"x": [1.0, 2.0]}, "long": {"x": long, "y": [-x for x in long]}}
+    thinned = Result("trial", {}, series).thinned().series
+    assert thinned["short"] == series["short"]
+    assert len(thinned["long"]["x"]) <= 120
+    assert thinned["long"]["y"] == [-x for x in thinned["long"]["x"]]
 
 
 def test_a_table_prints_missing_numbers_as_dashes(capsys: pytest.CaptureFixture) -> None:
