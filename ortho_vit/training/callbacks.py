@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -133,15 +133,14 @@ def put_on_manifold(module: torch.nn.Module) -> None:
             X.copy_(polar(X))
 
 
-class PredictionWriter(BasePredictionWriter):
+class PredictionWriter(Callback):
     """Writes the predictions as a CSV file: the picture's name, its class, and the probability of that class.
 
     Args:
-        path: the file, which must not exist yet; by default `predictions.csv` in the run's folder.
+        path: the file, which must not exist yet.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        super().__init__(write_interval="batch")
+    def __init__(self, path: str = "predictions.csv") -> None:
         self.path = path
         self.target: Path | None = None
         self.count = 0
@@ -150,8 +149,7 @@ class PredictionWriter(BasePredictionWriter):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "predict":
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        target = Path(self.path) if self.path else folder / "predictions.csv"
+        target = Path(self.path)
         if trainer.global_rank:
             target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
         if target.exists():
@@ -164,18 +162,17 @@ class PredictionWriter(BasePredictionWriter):
         with open(target, "x", newline="") as file:
             csv.writer(file).writerow(["file", "class", "probability"])
 
-    def write_on_batch_end(
+    def on_predict_batch_end(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        prediction: Any,
-        batch_indices: Any,
+        outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         assert self.target is not None
-        names, labels, probabilities = prediction
+        names, labels, probabilities = outputs
         with open(self.target, "a", newline="") as file:
             writer = csv.writer(file)
             for name, label, probability in zip(names, labels.tolist(), probabilities.tolist(), strict=True):

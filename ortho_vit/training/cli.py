@@ -72,8 +72,14 @@ class CommandLine(LightningCLI):
 
     trainer: Trainer
     model: Classifier
+    datamodule: Any
 
     def __init__(self, arguments: list[str]) -> None:
+        if not arguments or arguments[0].startswith("-"):
+            arguments = ["fit", *arguments]
+        self._chosen = arguments[0]
+        if self._chosen not in SUBCOMMANDS:
+            raise UsageError(f"unknown sub-command {self._chosen!r}; there are {', '.join(SUBCOMMANDS)}")
         quiet = {"exit_on_error": False}
         super().__init__(
             Classifier,
@@ -85,10 +91,14 @@ class CommandLine(LightningCLI):
                 "num_sanity_val_steps": 0,
             },
             seed_everything_default=0,
-            parser_kwargs=quiet | {name: dict(quiet) for name in SUBCOMMANDS},
+            parser_kwargs=quiet | {self._chosen: dict(quiet)},
             auto_configure_optimizers=False,
             args=arguments,
         )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that was chosen: preparing the others would take as long again, each."""
+        return {self._chosen: LightningCLI.subcommands()[self._chosen]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -105,14 +115,8 @@ class CommandLine(LightningCLI):
     # --------------------------------------------------------------------------------------------- parsing
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        arguments = list(args)
-        if arguments[0].startswith("-"):
-            arguments.insert(0, "fit")
-        subcommand = arguments[0]
-        if subcommand not in SUBCOMMANDS:
-            raise UsageError(f"unknown sub-command {subcommand!r}; there are {', '.join(SUBCOMMANDS)}")
-        files = config_files(arguments)
-        self._parse(parser, expand(arguments), subcommand)
+        subcommand, files = self._chosen, config_files(args)
+        self._parse(parser, expand(args), subcommand)
         config = self.config[subcommand]
         config.name = config.name or _name_of(files)
         config.ckpt_path = path = self._find_checkpoint(subcommand, config)
@@ -183,6 +187,9 @@ class CommandLine(LightningCLI):
                 )
             config.model.num_classes = data.num_classes
 
+    def after_instantiate_classes(self) -> None:
+        self.model.check_data(self.datamodule)
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init[self.subcommand]
         trainer, fitting = config.trainer, self.subcommand == "fit"
@@ -216,6 +223,11 @@ class CommandLine(LightningCLI):
     def fit(self, **kwargs: Any) -> None:
         config = self.config_init[self.subcommand]
         self._say(describe(self.model.model, config.model.hparams["name"]))
+        if (
+            self.trainer.world_size == 1
+        ):  # data that is missing or damaged is known before the run has a folder
+            self.datamodule.prepare_data()
+            self.datamodule.setup("fit")
         self.trainer.fit(**kwargs)
         checkpoints: Checkpoints = config.checkpoints
         results: dict[str, Any] = {}
@@ -323,7 +335,9 @@ def main(arguments: list[str] | None = None) -> int:
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-            warnings.filterwarnings("ignore", message=".*(many workers|smaller than the logging interval).*")
+            warnings.filterwarnings(
+                "ignore", message=".*(many workers|smaller than the logging interval|LeafSpec).*"
+            )
         code = 2
         try:
             command = CommandLine(arguments)

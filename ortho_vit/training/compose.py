@@ -101,11 +101,11 @@ def _check_unique_keys(node: yaml.Node, path: Path) -> None:
 def explain(message: str, options: Iterable[str]) -> str:
     """The parser's message, which may be a page, as one line that says what to type instead."""
     options = [option.removeprefix("--") for option in options]
-    key = (re.search(r'Parser key "([^"]+)"', message) or [None, None])[1]
-    if match := re.search(r"unrecognized arguments: (.*)", message):
-        first = match[1].split()[0]
-        hint = _did_you_mean(first.removeprefix("--").split("=")[0], options, "--")
-        return f"unknown argument {first}{hint}"
+    keys = re.findall(r'Parser key "([^"]+)":', message)  # from the outside in
+    key = ".".join(keys)
+    if match := re.search(r"unrecognized arguments: (\S+)", message):
+        hint = _did_you_mean(match[1].removeprefix("--").split("=")[0], options, "--")
+        return f"unknown argument {match[1]}{hint}"
     if match := re.search(r"does not accept option '([^']+)'", message):
         return f"unknown key {_unknown_part(match[1], options)!r}{_did_you_mean(match[1], options)}"
     if match := re.search(r"Option '([^']+)' is not accepted", message):
@@ -116,26 +116,28 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"the following arguments are required: (.*)", message):
         return f"missing: {re.sub(r'(fit|validate|test|predict)[.]', '', match[1])}; a --config file can give them"
     if match := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
-        return f"{key}: {match[1]} has no {match[2]!r}{_did_you_mean(match[2], dir(importlib.import_module(match[1])))}"
-    if match := re.search(r"Expected a dot import path string: (\S+)", message):
-        return (
-            f"{key}: {match[1]!r} is no known class; give its whole path, such as ortho_vit.optim.StiefelSGD"
-        )
-    if "Does not validate against any of the Union subtypes" in message:
-        kinds = re.findall(r"- Expected an? (.*)", message)
-        given = re.search(r"Given value: (.*)", message)
-        details = [
-            " ".join(part.split()) for part in re.findall(r"- (?!Expected an? <)(.*(?:\n {4,}.*)*)", message)
-        ]
-        if details:
-            return _plain(f"{key}: {details[-1]}")
-        return _plain(f"{key}: expected {' or '.join(kinds)}, got {given[1] if given else '?'}")
-    message = re.sub(r'Parser key "([^"]+)":', r"\1:", message)
-    return _plain(" ".join(message.split()))
+        hint = _did_you_mean(match[2], dir(importlib.import_module(match[1])))
+        return f"{key}: {match[1]} has no {match[2]!r}{hint}"
+    return _explain_value(key, message.rpartition(f'Parser key "{keys[-1]}":')[2] if keys else message)
 
 
-def _plain(line: str) -> str:
-    return re.sub(r"<class '([^']+)'>", r"\1", line).replace("NoneType", "null").replace(" . Got", ". Got")
+def _explain_value(key: str, problem: str) -> str:
+    """What was expected of a key and what it got, from the innermost part of a message."""
+    kinds = [
+        *re.findall(r"<class '([^']+)'>(?=\n|\.|$)", "\n".join(re.findall(r"Expected an? (.*)", problem)))
+    ]
+    kinds += [kind.replace(", ", " or ") for kind in re.findall(r"Literal\[([^]]+)\]", problem)]
+    given = re.search(
+        r"Given value: (.*?)(?:\. Got value.*)?$|Got value: (.*?)(?:\. Got value.*)?$", problem, re.MULTILINE
+    )
+    unknown = re.search(r"Expected a dot import path string: (\S+)", problem)
+    simple = [kind.replace("NoneType", "null") for kind in dict.fromkeys(kinds) if kind != "torch.Tensor"]
+    if unknown and simple in ([], ["null"]):
+        return f"{key}: {unknown[1]!r} is no known class; give its whole path, such as ortho_vit.optim.StiefelSGD"
+    if simple and given:
+        return f"{key}: expected {' or '.join(simple)}, got {given[1] or given[2]}"
+    line = " ".join(problem.split())
+    return f"{key}: {line}" if key else line
 
 
 def _unknown_part(key: str, options: list[str]) -> str:

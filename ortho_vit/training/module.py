@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -26,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from ortho_vit.models import create_model
+from ortho_vit.models import Checkpoint, create_model, load_checkpoint
 from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.training.schedule import warmup_cosine
@@ -117,7 +118,10 @@ class Classifier(L.LightningModule):
         self._require(any(p.requires_grad for p in self.model.parameters()), "freeze leaves nothing to train")
 
     def setup(self, stage: str) -> None:
-        data = getattr(self.trainer, "datamodule", None)
+        self.check_data(getattr(self.trainer, "datamodule", None))
+
+    def check_data(self, data: Any) -> None:
+        """Raise ValueError where the data has another number of classes."""
         theirs = getattr(data, "num_classes", self.num_classes)
         self._require(
             theirs == self.num_classes,
@@ -222,8 +226,8 @@ class Classifier(L.LightningModule):
         """Where a run is measured in steps, Lightning runs an epoch that was finished once more, without batches."""
         loop = self.trainer.fit_loop
         if loop.restarted_on_epoch_end:
-            loop.epoch_progress.current.processed -= 1  # so that it is counted once
-            loop.epoch_progress.total.processed -= 1
+            for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
+                epochs.processed -= 1  # type: ignore[attr-defined]  # so that it is counted once
             loop.epoch_loop._batches_that_stepped -= 1
 
     def on_train_epoch_start(self) -> None:
@@ -253,14 +257,22 @@ class Classifier(L.LightningModule):
 def _build(name: str, weights: str | None, **kwargs: Any) -> nn.Module:
     if weights is None:
         return create_model(name, **kwargs)
-    if is_file(weights):
+    architecture = name.partition(".")[0]
+    if is_file(weights) and not Path(weights).with_suffix(".json").is_file():
         return load_weights(create_model(name, **kwargs), weights)
-    if weights.split(".")[0] != name.split(".")[0]:
+    checkpoint = Checkpoint.open(weights) if is_file(weights) else None
+    theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
+    if theirs != architecture:
+        what = "of another model" if checkpoint else "neither a file nor the name of weights"
         raise ValueError(
-            f"weights {weights!r} are neither a file nor of the model {name!r}; "
-            "name a .safetensors or .ckpt file, or one of list_models(pretrained=True)"
+            f"weights {weights!r} are {what}; name a .safetensors or .ckpt file of {architecture!r}, "
+            f"or one of list_models('{architecture}*', pretrained=True)"
         )
-    return create_model(weights, pretrained=True, **kwargs)
+    return (
+        load_checkpoint(checkpoint, **kwargs)
+        if checkpoint
+        else create_model(weights, pretrained=True, **kwargs)
+    )
 
 
 def _seed_everything(*parts: int) -> None:

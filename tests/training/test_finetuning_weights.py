@@ -100,5 +100,5 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path):
 
 
 def test_weights_that_are_neither_a_file_nor_the_models_say_so():
-    with pytest.raises(ValueError, match="neither a file nor of the model 'ortho_vit_digits'"):
+    with pytest.raises(ValueError, match="neither a file nor the name of weights"):
         make_classifier(weights="ortho_vit_nano.cifar10")

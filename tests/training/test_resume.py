@@ -52,13 +52,17 @@ class KeepAll(Checkpoints):
 def run(folder, optimizer, *, resume=None, ema=False, data=None, model=None, **trainer):
     torch.manual_seed(random.randrange(10**6))  # as another process would start
     model = make_classifier(
-        optimizer, warmup_epochs=1, model_kwargs={"proj_drop_rate": 0.1, "drop_path_rate": 0.1}, **(model or {})
+        optimizer,
+        warmup_epochs=1,
+        model_kwargs={"proj_drop_rate": 0.1, "drop_path_rate": 0.1},
+        **(model or {}),
     )
     callbacks = [OrthogonalityMonitor(every_n_steps=2, threshold=None), History(), KeepAll(every_n_steps=1)]
     L.Trainer(
         default_root_dir=folder,
         callbacks=[WeightAveraging(decay=0.9), *callbacks] if ema else callbacks,
-        **{"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "num_sanity_val_steps": 0} | trainer,
+        **{"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "num_sanity_val_steps": 0}
+        | trainer,
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(model, datamodule=digits(**(data or {})), ckpt_path=resume)
@@ -92,7 +96,9 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, optimizer, options):
     whole = run(tmp_path / "whole", optimizer, **options)
     kept = sorted((tmp_path / "whole/checkpoints/kept").iterdir(), key=lambda path: int(path.stem))
     assert len(kept) >= 4
-    chosen = kept[:-1] if optimizer is SGD and not options else kept[1:-1:2]  # within epochs and at their ends
+    chosen = (
+        kept[:-1] if optimizer is SGD and not options else kept[1:-1:2]
+    )  # within epochs and at their ends
     for path in chosen:
         resumed = run(tmp_path / path.stem, optimizer, resume=path, **options)
         assert_same_bits(whole, resumed, f"resumed from {path.name} of {len(kept)}")
@@ -118,7 +124,12 @@ def start(folder, *arguments):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, REPOSITORY / "train.py", "--config", "run.yaml", *arguments]
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 

@@ -1,0 +1,376 @@
+"""The command line as its users drive it, well and badly."""
+
+import ortho_vit  # noqa: F401  (before anything imports torchvision)
+
+# isort: split
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ortho_vit.training.cli import main
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
+    ),  # Lightning's calls
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+REPOSITORY = Path(__file__).parents[1]
+DIGITS = """
+model:
+  name: ortho_vit_digits
+  optimizer:
+    class_path: ortho_vit.optim.StiefelSGD
+    init_args: {lr: 0.1, momentum: 0.9}
+data:
+  class_path: ortho_vit.data.Digits
+  init_args: {batch_size: 64, limit: 192}
+trainer: {max_epochs: 2, accelerator: cpu, devices: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to work in, with a small configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    (tmp_path / "digits.yaml").write_text(DIGITS)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder in which a run has been trained, not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "digits.yaml").write_text(DIGITS)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main(["--config", "digits.yaml"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def run(trained, folder):
+    """A copy of the trained run."""
+    shutil.copytree(trained / "runs", folder / "runs")
+    return Path("runs/digits/version_0")
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def fails(arguments, code, message, capsys):
+    """The command ends with one readable line and this code, and leaves every file as it was."""
+    before = files_of(".")
+    capsys.readouterr()
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    line = next(line for line in error.splitlines() if line.startswith("error: "))
+    assert error.count("\n") == 1, error
+    assert message in line
+    assert len(line) < 500
+    assert files_of(".") == before
+
+
+# ------------------------------------------------------------------------------------------------------------ well
+
+
+def test_a_run_leaves_its_configuration_checkpoints_and_curves(run):
+    assert {"config.yaml", "curves.png", "history.csv"} <= {path.name for path in run.iterdir()}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    assert list(run.glob("events.out.tfevents.*"))
+    with open(run / "history.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    assert float(rows[1]["orthogonality"]) < 2e-6
+
+
+def test_a_saved_configuration_runs_again_as_it_is(run, capsys):
+    assert main(["--config", str(run / "config.yaml"), "--trainer.limit_train_batches", "1"]) == 0
+    again = run.with_name("version_1")
+    ours, theirs = (yaml.safe_load((path / "config.yaml").read_text()) for path in (run, again))
+    assert theirs["trainer"].pop("limit_train_batches") == 1
+    assert ours["trainer"].pop("limit_train_batches") is None
+    assert ours == theirs
+    output = capsys.readouterr().out
+    assert (
+        f"test it: python train.py test --config {again}/config.yaml --ckpt_path {again}/checkpoints/"
+        in output
+    )
+    assert f"tensorboard --logdir {again}" in output
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_a_checkpoint_is_evaluated(run, capsys, subcommand):
+    before = files_of(".")
+    arguments = [
+        subcommand,
+        "--config",
+        str(run / "config.yaml"),
+        "--ckpt_path",
+        str(run / "checkpoints/best.ckpt"),
+    ]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "accuracy" in output
+    assert "orthogonality error" in output
+    assert files_of(".") == before
+
+
+def test_predict_writes_one_line_for_each_picture(run, capsys):
+    arguments = [
+        "predict",
+        "--config",
+        str(run / "config.yaml"),
+        "--ckpt_path",
+        str(run / "checkpoints/last.ckpt"),
+    ]
+    assert main([*arguments, "--predictions.path", "out/digits.csv"]) == 0
+    assert "192 predictions in out/digits.csv" in capsys.readouterr().out
+    with open("out/digits.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["file", "class", "probability"]
+    assert len({row["file"] for row in rows}) == 192
+    assert all(row["class"] in "0123456789" and 0.1 <= float(row["probability"]) <= 1 for row in rows)
+    fails(
+        [*arguments, "--predictions.path", "out/digits.csv"],
+        1,
+        "is there already; nothing was overwritten",
+        capsys,
+    )
+
+
+def test_a_finished_run_is_continued_in_its_folder(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["trainer"]["max_epochs"] = 3
+    Path("longer.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", "--config", "longer.yaml", "--ckpt_path", "last"]) == 0
+    assert not run.with_name("version_1").exists()
+    assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
+
+
+def test_last_without_a_run_starts_one(folder, capsys):
+    assert main(["--config", "digits.yaml", "--ckpt_path", "last", "--trainer.limit_train_batches", "1"]) == 0
+    assert "no last.ckpt below runs/digits yet: starting from the beginning" in capsys.readouterr().out
+    assert yaml.safe_load(Path("runs/digits/version_0/config.yaml").read_text())["ckpt_path"] is None
+
+
+def test_fine_tuning_starts_from_the_weights_of_a_run(run):
+    weights = run / "checkpoints/last.ckpt"
+    small = [
+        "--trainer.max_steps",
+        "1",
+        "--model.optimizer.lr",
+        "1e-9",
+        "--model.optimizer.stiefel_lr",
+        "0",
+        "--name",
+        "tuned",
+    ]
+    assert main(["--config", "digits.yaml", "--model.weights", str(weights), *small]) == 0
+    before, after = (
+        torch.load(path, weights_only=True)["state_dict"]
+        for path in (weights, "runs/tuned/version_0/checkpoints/last.ckpt")
+    )
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, atol=1e-6, rtol=0)
+
+
+def test_configurations_compose_and_the_later_wins(folder, capsys):
+    (folder / "deep").mkdir()
+    Path("deep/lower.yaml").write_text(
+        "base: ../digits.yaml\nmodel: {label_smoothing: 0.1, optimizer: {init_args: {lr: 2e-2}}}"
+    )
+    Path("upper.yaml").write_text(
+        "base: [deep/lower.yaml]\nmodel: {label_smoothing: 0.2}\ndata: {init_args: {limit: 64}}"
+    )
+    with pytest.raises(SystemExit) as exit:
+        main(["--config", "upper.yaml", "--data.batch_size", "16", "--print_config"])
+    assert exit.value.code in (0, None)
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["label_smoothing"] == 0.2
+    assert config["model"]["optimizer"]["init_args"]["lr"] == 0.02
+    assert config["model"]["optimizer"]["init_args"]["momentum"] == 0.9
+    assert config["data"]["init_args"] == config["data"]["init_args"] | {"limit": 64, "batch_size": 16}
+
+
+def test_help_is_short(capsys):
+    assert main(["--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 45
+    assert "configs/quickstart.yaml" in short
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    assert "--model.layer_decay" in capsys.readouterr().out
+
+
+def test_the_script_itself(folder):
+    command = [sys.executable, REPOSITORY / "train.py"]
+    done = subprocess.run([*command, "--config", "nothing.yaml"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: no configuration file nothing.yaml\n",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- CIFAR-10, in small
+
+
+def write_cifar10(folder, images=20):
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        records = generator.integers(0, 256, (images, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(images) % 10
+        (folder / name).write_bytes(records.tobytes())
+
+
+def test_training_on_a_sample_shaped_as_cifar10(folder, capsys):
+    write_cifar10(folder / "data/cifar-10-batches-bin")
+    small = ["--model.name", "ortho_vit_pico", "--trainer.max_epochs", "1", "--data.num_workers", "0"]
+    config = REPOSITORY / "configs/paper/cifar10/within_stiefel_adam.yaml"
+    assert main(["--config", str(config), "--trainer.accelerator", "cpu", *small]) == 0
+    output = capsys.readouterr().out
+    assert "test accuracy" in output
+    assert Path("runs/paper/cifar10/within_stiefel_adam/version_0/checkpoints/last.ckpt").is_file()
+
+
+# ----------------------------------------------------------------------------------------------------------- badly
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("--config nothing.yaml", "no configuration file nothing.yaml"),
+        ("tset --config digits.yaml", "unknown sub-command 'tset'; there are fit, validate, test, predict"),
+        ("--config", "no configuration file"),
+        ("--model.name ortho_vit_digits", "missing: model.optimizer"),
+        ("test --config digits.yaml", "test needs trained weights"),
+        ("test --config digits.yaml --ckpt_path best", "no best.ckpt below runs/digits"),
+    ],
+)
+def test_a_bad_command_ends_in_one_line(folder, capsys, command, message):
+    fails(command.split(), 2, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("extra", "unknown argument extra"),
+        ("--model.nme x", "unknown argument --model.nme; did you mean --model.name?"),
+        ("--modle.name x", "unknown argument --modle.name; did you mean --model?"),
+        ("--model.name ortho_vit_dgits", "did you mean 'ortho_vit_digits'?"),
+        ("--model.constraint inside", "model.constraint: expected null or 'within' or 'across', got inside"),
+        ("--model.num_classes 7", "num_classes is 7, but Digits has 10 classes"),
+        ("--model.num_classes many", "model.num_classes: expected int or null, got many"),
+        ("--model.optimizer.lr -1", "StiefelSGD: lr must be finite and >= 0, got -1"),
+        ("--model.optimizer.lr fast", "model.optimizer.lr: expected float, got fast"),
+        (
+            "--model.optimizer.integrator x",
+            "model.optimizer.integrator: expected 'isometric' or 'paper', got x",
+        ),
+        ("--model.optimizer.momentun 0.9", "StiefelSGD has no option 'momentun'; did you mean momentum?"),
+        ("--model.optimizer StiefelSGG", "'StiefelSGG' is no known class"),
+        ("--model.optimizer ortho_vit.optim.StiefelSGG", "has no 'StiefelSGG'; did you mean StiefelSGD?"),
+        ("--model.optimizer torch.optim.AdamW", "AdamW would ignore the constraint"),
+        ("--model.weights nothing.safetensors", "no weights nothing.safetensors"),
+        ("--model.weights ortho_vit_nano.x", "neither a file nor the name of weights"),
+        ("--model.model_kwargs {depht:3}", "depht"),
+        ("--data Digit", "data: 'Digit' is no known class"),
+        ("--data.batch_siz 3", "Digits has no option 'batch_siz'; did you mean batch_size?"),
+        ("--data.limit x", "data.limit: expected int or null, got x"),
+        ("--data.batch_size 0", "batch_size must be at least 1, got 0"),
+        ("--trainer.max_epochs many", "trainer.max_epochs: expected int or null, got many"),
+        ("--trainer.precision 7", "precision"),
+        ("--orthogonality.threshold -1", "threshold must be positive or null, got -1"),
+        ("--checkpoints.every_n_steps 0", "every_n_steps must be at least 1"),
+        ("--ckpt_path nothing.ckpt", "ckpt_path: no checkpoint nothing.ckpt"),
+        ("--ckpt_path digits.yaml", "ckpt_path: digits.yaml is"),
+        ("--ckpt_path w.safetensors", "give it as --model.weights instead of --ckpt_path"),
+    ],
+)
+def test_a_bad_option_ends_in_one_line(folder, capsys, options, message):
+    fails(["--config", "digits.yaml", *options.split()], 2, message, capsys)
+
+
+def test_missing_data_is_known_before_the_run_has_a_folder(folder, capsys):
+    fails(
+        ["--config", "digits.yaml", "--data", "ortho_vit.data.CIFAR10"],
+        1,
+        "CIFAR10: nothing found in",
+        capsys,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "bad.yaml, line 1 is not YAML"),
+        ("- model", "bad.yaml is no configuration: it holds no keys"),
+        ("base: bad.yaml", "configurations build on each other in a circle: bad.yaml → bad.yaml"),
+        ("base: [digits.yaml, gone.yaml]", "no configuration file gone.yaml, named as a base by"),
+        ("base: {digits: yaml}", "base must be"),
+        ("base: digits.yaml\nmodle: {name: x}", "unknown key 'modle'; did you mean model?"),
+        ("base: digits.yaml\nmodel: {nme: x}", "unknown key 'model.nme'; did you mean model.name?"),
+        ("base: digits.yaml\nmodel: {optimizer: {init_args: {lrr: 1}}}", "StiefelSGD has no option 'lrr'; did you mean lr?"),
+        ("base: digits.yaml\ndata: {init_args: {batch_siz: 1}}", "Digits has no option 'batch_siz'"),
+        ("base: digits.yaml\ndata: {init_args: {limit: 9, limit: 10}}", "line 2: the key 'limit' is there twice"),
+        ("base: digits.yaml\ntrainer: {max_epoch: 3}", "unknown key 'trainer.max_epoch'; did you mean trainer.max_epochs?"),
+        ("base: digits.yaml\ntrainer: {max_epochs: many}", "trainer.max_epochs: expected int or null, got many"),
+    ],
+)  # fmt: skip
+def test_a_bad_configuration_ends_in_one_line(folder, capsys, text, message):
+    Path("bad.yaml").write_text(text)
+    fails(["--config", "bad.yaml"], 2, message, capsys)
+
+
+def test_a_run_is_not_resumed_with_another_model(run, capsys):
+    arguments = ["--config", "digits.yaml", "--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    fails([*arguments, "--model.optimizer.lr", "0.2"], 2, "optimizer.init_args.lr was 0.1, now 0.2", capsys)
+
+
+def test_weights_alone_are_not_resumed(run, capsys):
+    torch.save(torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"], "weights.ckpt")
+    message = "weights.ckpt is no checkpoint of a run: if it holds weights, give it as --model.weights"
+    fails(["--config", "digits.yaml", "--ckpt_path", "weights.ckpt"], 2, message, capsys)
+
+
+def test_a_truncated_checkpoint_is_refused(run, capsys):
+    path = run / "checkpoints/last.ckpt"
+    path.write_bytes(path.read_bytes()[:5000])
+    fails(
+        ["--config", "digits.yaml", "--ckpt_path", str(path)], 2, "is damaged or no checkpoint at all", capsys
+    )
+
+
+def test_a_corrupted_archive_is_refused(folder, capsys):
+    write_cifar10(folder / "cifar-10-batches-bin")
+    (folder / "data").mkdir()
+    with tarfile.open("data/cifar-10-binary.tar.gz", "w:gz") as archive:
+        archive.add("cifar-10-batches-bin")
+    content = Path("data/cifar-10-binary.tar.gz").read_bytes()
+    Path("data/cifar-10-binary.tar.gz").write_bytes(content[: len(content) // 2])
+    arguments = ["--config", "digits.yaml", "--data", "ortho_vit.data.CIFAR10", "--trainer.logger", "false"]
+    fails([*arguments, "--model.name", "ortho_vit_pico"], 1, "cifar-10-binary.tar.gz is damaged", capsys)
+
+
+def test_a_run_is_not_written_over_another(run, capsys):
+    arguments = ["--config", "digits.yaml", "--trainer.logger", "false", "--trainer.limit_train_batches", "1"]
+    assert main(arguments) == 0
+    fails(arguments, 1, "runs/checkpoints/last.ckpt is there already; nothing was overwritten", capsys)
