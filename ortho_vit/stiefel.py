@@ -299,6 +299,7 @@ def _inverse_sqrt_far(M: Tensor, bound: Tensor, positive: bool) -> tuple[Tensor,
     far = ~(bound < (1e3 if positive else 0.9))
     mask = far[..., None, None]
     eigenvalues, Q = torch.linalg.eigh(M[far].double())
+    eigenvalues = eigenvalues.clamp_min(0 if positive else -1)
     R_far = (Q * ((1 + eigenvalues).rsqrt() - 1).unsqueeze(-2)) @ Q.mT
     R, wide = inverse_sqrt(torch.where(mask, 0.0, M), positive=positive)
     return R.masked_scatter(mask, R_far.to(M.dtype)), far if wide is None else far | wide

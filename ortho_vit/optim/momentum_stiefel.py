@@ -15,6 +15,7 @@ X Xᵀ and X Uᵀ is taken out every `REFRESH` steps, and after a step so large 
 Names with a tilde in formulas are deviations from I, which is how small factors are kept: E = I + Ẽ is `E` in the code.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,18 +68,18 @@ def sgd_step(
     # U½ = H − KᵀX is never formed.  H Hᵀ − KᵀK is its Gram matrix, and its part in X goes with the factors of X; so
     # what rounding had left of X Uᵀ is projected out as well.
     S = torch.baddbmm(symmetric_matmul(H, H), K.mT, K, alpha=-1)
-    factors = small_factors(lr * Z, lr**2 * S, X, flow)
+    size = S.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
+    Y, H, K, S, W = in_working_precision(X, H, K, S, lr * Z, reach=lr * size)
+    factors = small_factors(W, lr**2 * S, Y, flow)
     V = torch.baddbmm(H, factors.B, H)
     BK = plus_one(factors.B, K.mT)
     C = plus_one_T(factors.E, S)
-    C = plus_one(factors.B, C).mul_(lr).add_(BK) if flow.integrator == "isometric" else C.mul_(lr).add_(K.mT)
     if flow.integrator == "isometric":
-        torch.baddbmm(V, C, X, alpha=-1, out=U)
+        U.copy_(torch.baddbmm(V, plus_one(factors.B, C).mul_(lr).add_(BK), Y, alpha=-1))
     else:
-        U.baddbmm_(C, X, alpha=-1)
-    torch.add(torch.baddbmm(X, factors.A - lr * BK, X), V, alpha=lr, out=X)
-    if factors.rough is not None:
-        put_back(X, U, factors.rough)
+        U.copy_(torch.baddbmm(H, C.mul_(lr).add_(K.mT), Y, alpha=-1))
+    X.copy_(torch.baddbmm(Y, factors.A - lr * BK, Y).add_(V, alpha=lr))
+    settle(X, U, factors.rough, size, K)
 
 
 def adam_step(
@@ -107,26 +108,33 @@ def adam_step(
     V = rescaled(U, q)
     L, T = V @ X.mT, U @ V.mT  # U½ Ũᵀ = U½ Vᵀ, because U½ Xᵀ = 0
     S = torch.baddbmm(symmetric_matmul(V, V), L, L.mT, alpha=-1)
-    factors = small_factors(lr * rescaled(Z, p), lr**2 * S, X, flow)
+    reach = lr * S.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
+    Y, V, L, S, T, W = in_working_precision(X, V, L, S, T, lr * rescaled(Z, p), reach=reach)
+    factors = small_factors(W, lr**2 * S, Y, flow)
     C = lr * plus_one_T(factors.E, T)
-    if flow.integrator == "isometric":
-        size, growth = torch.linalg.matrix_norm(U), torch.linalg.matrix_norm(C)  # ‖U⁺‖² = ‖U½‖² + ‖C‖²
-        shrink = torch.where(size > 0, size / torch.hypot(size, growth), 1.0)[..., None, None]
-        U.mul_(shrink)
-        C *= shrink
-    U.baddbmm_(C, X, alpha=-1)
+    size = torch.linalg.matrix_norm(U)
+    shrink = torch.ones_like(size)
+    if flow.integrator == "isometric":  # to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
+        shrink = torch.where(size > 0, size / torch.hypot(size, torch.linalg.matrix_norm(C)), 1.0).to(C.dtype)
+    U.copy_(torch.baddbmm(U.to(C.dtype), C, Y, alpha=-1).mul_(shrink[..., None, None]))
     BV = torch.baddbmm(V, factors.B, V)
-    torch.add(torch.baddbmm(X, factors.A - lr * plus_one(factors.B, L), X), BV, alpha=lr, out=X)
-    if factors.rough is not None:
-        put_back(X, U, factors.rough)
+    X.copy_(torch.baddbmm(Y, factors.A - lr * plus_one(factors.B, L), Y).add_(BV, alpha=lr))
+    settle(X, U, factors.rough, size, K)
 
 
 def move_square(X: Tensor, W: Tensor, flow: Flow) -> None:
     """Algorithms 4 and 5: X⁺ = polar(EᵀX), where the polar factor has only rounding to take out."""
-    factors = small_factors(W, None, X, flow)
-    X.copy_(torch.baddbmm(X, factors.A, X))
+    Y, W = in_working_precision(X, W, reach=torch.linalg.matrix_norm(W))
+    factors = small_factors(W, None, Y, flow)
+    X.copy_(torch.baddbmm(Y, factors.A, Y))
     if factors.rough is not None:
         put_back(X, None, factors.rough)
+
+
+def in_working_precision(*tensors: Tensor, reach: Tensor) -> Iterator[Tensor]:
+    """The tensors of a step of length `reach`; in float64 where that is so long that a deviation from I says too little."""
+    far = not float(reach.amax()) < 20 and tensors[0].device.type != "mps"
+    return (x.double() if far else x for x in tensors)
 
 
 def turned_(U: Tensor, Z: Tensor, lr: float, momentum: float, flow: Flow) -> Tensor:
@@ -208,11 +216,20 @@ def plus_one_T(A: Tensor, B: Tensor) -> Tensor:
     return torch.baddbmm(B, B, A.mT)
 
 
+def settle(X: Tensor, U: Tensor, rough: Tensor | None, size: Tensor, K: Tensor) -> None:
+    """Put back what was rough, and a U so much smaller than the K it was separated from that rounding shows in X Uᵀ."""
+    lost = size < 0.01 * torch.linalg.matrix_norm(K)
+    if rough is not None or lost.any():
+        put_back(X, U, lost if rough is None else lost | rough)
+
+
 def put_back(X: Tensor, U: Tensor | None, rough: Tensor | None = None) -> None:
     """Take out what rounding has put into X Xᵀ and X Uᵀ (only of some of the batch, if told which)."""
     Y = polar(X)
     X.copy_(Y if rough is None else torch.where(rough[..., None, None], Y, X))
-    if U is not None:
+    if U is None:
+        return
+    for _ in range(2):  # twice, because the first rounds relative to what it takes out
         J = U @ X.mT
         U.baddbmm_(J if rough is None else torch.where(rough[..., None, None], J, 0.0), X, alpha=-1)
 
