@@ -19,7 +19,11 @@ def make_classifier(optimizer: Any = None, **kwargs: Any) -> Classifier:
 
 
 def make_trainer(
-    folder: Path, *callbacks: L.Callback, every_n_steps: int | None = None, **kwargs: Any
+    folder: Path,
+    *callbacks: L.Callback,
+    every_n_steps: int | None = None,
+    threshold: float | None = 1e-3,
+    **kwargs: Any,
 ) -> L.Trainer:
     arguments = {
         "max_epochs": 2,
@@ -27,13 +31,14 @@ def make_trainer(
         "devices": 1,
         "logger": False,
         "num_sanity_val_steps": 0,
-    } | kwargs
+    }
+    monitor, checkpoints = OrthogonalityMonitor(threshold=threshold), Checkpoints(every_n_steps=every_n_steps)
     return L.Trainer(
         default_root_dir=folder,
-        callbacks=[OrthogonalityMonitor(), History(), *callbacks, Checkpoints(every_n_steps=every_n_steps)],
+        callbacks=[monitor, History(), *callbacks, checkpoints],
         enable_progress_bar=False,
         enable_model_summary=False,
-        **arguments,
+        **arguments | kwargs,
     )
 
 

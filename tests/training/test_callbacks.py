@@ -1,0 +1,199 @@
+import copy
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from small_run import digits, make_classifier, make_trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ortho_vit import optim, orthogonality_error, stiefel_parameters
+from ortho_vit.stiefel import polar
+from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonitor, WeightAveraging
+from ortho_vit.training.callbacks import momentum_tangency
+from ortho_vit.training.checkpoints import AtomicCheckpointIO
+from ortho_vit.training.images import attention_images, gram_image
+
+# ------------------------------------------------------------------------------------------- orthogonality
+
+
+class LeaveManifold(L.Callback):
+    """Spoils one weight at a given step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                next(p for _, p in stiefel_parameters(pl_module)).mul_(1.01)
+
+
+def test_the_monitor_stops_a_run_that_has_left_the_manifold(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.callbacks = [
+        LeaveManifold(3),
+        OrthogonalityMonitor(every_n_steps=1, threshold=1e-4),
+        *trainer.callbacks,
+    ]
+    message = r"model\.blocks\.0\.attn\.qkv\.weight has left the manifold at step 3: its orthogonality error is 0\.02"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.fit(make_classifier(), datamodule=digits())
+
+
+def test_the_monitor_stops_a_run_with_weights_that_are_not_numbers():
+    monitor, model = OrthogonalityMonitor(), make_classifier()
+    with torch.no_grad():
+        next(p for _, p in stiefel_parameters(model)).fill_(float("nan"))
+    trainer = L.Trainer(
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    with pytest.raises(RuntimeError, match="has left the manifold"):
+        monitor._measure(trainer, model)
+
+
+def test_without_a_threshold_the_monitor_only_tells(tmp_path):
+    model = make_classifier(partial(optim.RegularizedSGD, lr=0.5, momentum=0.9))
+    trainer = make_trainer(tmp_path, max_epochs=1, threshold=None)
+    trainer.fit(model, datamodule=digits())
+    assert trainer.callback_metrics["orthogonality"] > 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["StiefelSGD", "StiefelAdam"])
+def test_momentum_is_measured_and_tangent(tmp_path, optimizer):
+    model = make_classifier(partial(getattr(optim, optimizer), lr=0.01))
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(model, datamodule=digits())
+    measured = dict(momentum_tangency(model, trainer.optimizers))
+    assert len(measured) == len(list(stiefel_parameters(model)))
+    assert max(measured.values()) < 1e-5
+    for _, p in stiefel_parameters(model):
+        trainer.optimizers[0].state[p]["U"].add_(p.matrices(), alpha=0.1)
+    assert min(dict(momentum_tangency(model, trainer.optimizers)).values()) > 1e-3
+
+
+def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
+    logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
+    trainer = make_trainer(
+        tmp_path, AttentionImages(every_n_epochs=1), max_epochs=1, logger=logger, log_every_n_steps=1
+    )
+    trainer.fit(make_classifier(), datamodule=digits())
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "scalars": 0})
+    events.Reload()
+    layer = "model.blocks.1.attn.qkv.weight"
+    assert {"orthogonality", f"orthogonality/{layer}", "tangency", f"tangency/{layer}"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert {"val/accuracy", "val/accuracy_top5", "train/loss", "train/loss_step"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert {"attention/maps", f"gram/{layer}"} <= set(events.Tags()["images"])
+
+
+# -------------------------------------------------------------------------------------------------- images
+
+
+def test_attention_maps_have_a_row_a_picture_and_a_column_a_block():
+    model = make_classifier().model
+    assert attention_images(model, torch.rand(3, 1, 8, 8)).shape == (
+        3,
+        3 * (8 + 2),
+        8 * (1 + len(model.blocks)),
+    )
+    assert all(
+        block.attn.fused_attn == make_classifier().model.blocks[0].attn.fused_attn for block in model.blocks
+    )
+
+
+def test_attention_maps_need_a_class_token():
+    model = make_classifier(model_kwargs={"class_token": False, "global_pool": "avg"}).model
+    assert attention_images(model, torch.rand(1, 1, 8, 8)) is None
+
+
+def test_the_gram_image_has_the_identity_in_each_block():
+    _, p = next(stiefel_parameters(make_classifier()))
+    image = gram_image(p)[0]
+    rows = p.rows // p.blocks
+    for i in range(0, p.rows, rows):
+        torch.testing.assert_close(image[i : i + rows, i : i + rows], torch.eye(rows), atol=1e-5, rtol=0)
+
+
+# ----------------------------------------------------------------------------------------------- averaging
+
+
+class ByHand(L.Callback):
+    """The average, computed with plain arithmetic."""
+
+    def __init__(self, decay):
+        self.decay, self.average = decay, None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        now = copy.deepcopy(pl_module.model)
+        if self.average is None:
+            self.average = now
+            return
+        with torch.no_grad():
+            for mean, value in zip(self.average.parameters(), now.parameters(), strict=True):
+                mean.lerp_(value, 1 - self.decay)
+            for _, mean in stiefel_parameters(self.average):
+                mean.matrices().copy_(polar(mean.matrices()))
+
+
+def test_the_average_is_on_the_manifold_when_validated_saved_and_tested(tmp_path):
+    errors = []
+
+    class Watch(L.Callback):
+        def on_validation_batch_end(self, trainer, pl_module, *args):
+            errors.append(orthogonality_error(pl_module.model))
+
+    by_hand = ByHand(0.8)
+    model = make_classifier(partial(optim.StiefelSGD, lr=0.3))
+    trainer = make_trainer(tmp_path, by_hand, WeightAveraging(decay=0.8), Watch())
+    trainer.fit(model, datamodule=digits())
+    assert max(errors) < 2e-6
+    saved = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    for name, mean in by_hand.average.state_dict().items():
+        torch.testing.assert_close(saved["state_dict"][f"model.{name}"], mean, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(model.model.state_dict()[name], mean, atol=1e-5, rtol=1e-4)
+    raw = saved["current_model_state"]["model.head.weight"]
+    assert not torch.allclose(raw, saved["state_dict"]["model.head.weight"], atol=1e-4)
+    trainer.test(model, datamodule=digits(), ckpt_path=str(tmp_path / "checkpoints/last.ckpt"), verbose=False)
+    assert torch.equal(model.model.head.weight, saved["state_dict"]["model.head.weight"])
+
+
+# --------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_save_that_is_interrupted_leaves_the_older_checkpoint_whole(tmp_path, monkeypatch):
+    target = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, target)
+
+    def half(checkpoint, file):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, target)
+    assert AtomicCheckpointIO().load_checkpoint(target) == {"step": 1}
+
+
+def test_best_is_the_epoch_with_the_best_score(tmp_path):
+    class Score(L.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            pl_module.log("score", [0.3, 0.9, 0.5][trainer.current_epoch])
+
+    for mode, best in (("max", 1), ("min", 0)):
+        folder = tmp_path / mode
+        trainer = make_trainer(folder, Score(), max_epochs=3, limit_train_batches=1)
+        trainer.callbacks[-1] = Checkpoints(monitor="score", mode=mode)
+        trainer.fit(make_classifier(), datamodule=digits())
+        assert torch.load(folder / "checkpoints/best.ckpt", weights_only=True)["epoch"] == best
+        assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
+
+
+def test_without_validation_there_is_no_best(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(make_classifier(), datamodule=digits(val_size=0))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
