@@ -104,7 +104,7 @@ def orthogonality_error(x: Tensor | nn.Module) -> float:
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision to compute in: float32 for what is narrower, itself otherwise."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
@@ -136,7 +136,7 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
 def gram_deviation(X: Tensor) -> Tensor:
     """X Xᵀ − I, accumulated in float64: in float32 the sum itself would be off by some 4e-7 at n = 384."""
     X64 = X if X.device.type == "mps" else X.double()
-    return (symmetric_matmul(X64, X64) - identity(X64)).to(X.dtype)
+    return (symmetric_matmul(X64, X64.mT) - identity(X64)).to(X.dtype)
 
 
 def identity(X: Tensor) -> Tensor:
@@ -164,17 +164,17 @@ STRIP = 96  # rows computed at a time where half of a product is enough; below t
 
 
 def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
-    """A Bᵀ, known to be symmetric (or skew: sign = −1): on a CPU only strips of its lower half are computed.
+    """A B, known to be symmetric (or skew: sign = −1): on a CPU only strips of its lower half are computed.
 
-    Costs 5/8 of the product at m = 384.
+    Costs 5/8 of the product at m = 384.  A large batch, as an accelerator, is better served by one call.
     """
     m = A.shape[-2]
-    if m < 2 * STRIP or A.device.type != "cpu":
-        return A @ B.mT
+    if m < 2 * STRIP or A.device.type != "cpu" or math.prod(A.shape[:-2]) > 4:
+        return torch.bmm(A, B) if A.ndim == 3 else A @ B
     C = A.new_empty((*A.shape[:-1], m))
     for i in range(0, m, STRIP):
         j = min(i + STRIP, m)
-        C[..., i:j, :j] = A[..., i:j, :] @ B[..., :j, :].mT
+        C[..., i:j, :j] = A[..., i:j, :] @ B[..., :, :j]
         C[..., :i, i:j] = C[..., i:j, :i].mT if sign > 0 else -C[..., i:j, :i].mT
     return C
 
@@ -183,8 +183,11 @@ DEGREES = (1, 2, 3, 6)  # of the polynomials; evaluated with 0, 1, 2 and 3 produ
 
 
 @cache
-def polynomials(dtype: torch.dtype, *, positive: bool) -> tuple[list[float], Tensor]:
-    """Polynomials x q(x) ≈ (1 + x)^(−1/2) − 1: how far each reaches, and their coefficients, a row a degree.
+def polynomials(
+    dtype: torch.dtype, device: torch.device, *, positive: bool
+) -> tuple[list[float], Tensor, Tensor]:
+    """Polynomials x q(x) ≈ (1 + x)^(−1/2) − 1: how far each reaches (as numbers, and all but the last as a tensor), and
+    their coefficients, a row a degree.
 
     q interpolates −1/(s(1 + s)), s = √(1 + x), at Chebyshev nodes of [0, h] (or [−h, h]).  The error of degree d is at
     most 4 c ℓ (ℓ/4)ᵈ with c = |binomial(−1/2, d + 1)| (at the left end) and ℓ the interval's length; h is where that is a
@@ -203,12 +206,8 @@ def polynomials(dtype: torch.dtype, *, positive: bool) -> tuple[list[float], Ten
         coefficients = scaled / high ** torch.arange(d, dtype=torch.float64)
         reaches.append(high)
         rows.append(torch.cat([coefficients, coefficients.new_zeros(DEGREES[-1] - d)]))
-    return reaches, torch.stack(rows).to(dtype)
-
-
-def exact_reach(dtype: torch.dtype) -> float:
-    """The norm up to which `inverse_sqrt` rounds relative to the deviation from I."""
-    return polynomials(dtype, positive=False)[0][-1]
+    edges = torch.tensor(reaches[:-1], dtype=dtype, device=device)
+    return reaches, edges, torch.stack(rows).to(device, dtype)[..., None, None]
 
 
 def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
@@ -226,14 +225,14 @@ def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
     a matrix depends on that matrix alone: terms and rounds it does not need leave it as it is, to the bit.  So results do
     not depend on the batching.
     """
-    reaches, rows = polynomials(M.dtype, positive=positive)
+    reaches, edges, rows = polynomials(M.dtype, M.device, positive=positive)
     bound = torch.linalg.matrix_norm(M)
     worst = float(bound.amax())
     if worst > reaches[0]:
         M2 = symmetric_matmul(M, M)
-        bound = torch.minimum(
-            bound, torch.linalg.matrix_norm(M2).sqrt()
-        )  # ‖M‖ ≤ √‖M²‖_F is nearer than ‖M‖_F
+    if worst > reaches[2]:
+        tight = torch.linalg.matrix_norm(M2).sqrt()  # ‖M‖ ≤ √‖M²‖_F ≤ ‖M‖_F
+        bound = torch.where(bound > reaches[2], tight, bound)
         worst = float(bound.amax())
     if not worst < (1e3 if positive else 0.9):
         return _inverse_sqrt_far(M, bound, positive)
@@ -243,8 +242,7 @@ def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
         M, Y, bound = _draw_together(M, bound, worst, positive)
         M2 = symmetric_matmul(M, M)
         worst = reaches[-1]
-    tier = torch.stack([bound > reach for reach in reaches[:-1]]).sum(0)
-    q = rows.to(M.device)[tier][..., None, None].unbind(-3)
+    q = rows[torch.bucketize(bound, edges)].unbind(-3)
     R = q[0] * M
     if worst > reaches[0]:
         R = torch.addcmul(R, q[1], M2)
@@ -263,7 +261,7 @@ def _draw_together(M: Tensor, bound: Tensor, worst: float, positive: bool):
     They end with every T − I within what the polynomials reach; Y is what they have multiplied together.
     """
     I = identity(M)
-    reach = polynomials(M.dtype, positive=positive)[0][-1]
+    reach = polynomials(M.dtype, M.device, positive=positive)[0][-1]
     wide = bound > reach
     ends = (torch.zeros_like(bound) if positive else -bound, bound)
     host = (0.0 if positive else -worst, worst)
@@ -278,7 +276,9 @@ def _draw_together(M: Tensor, bound: Tensor, worst: float, positive: bool):
         M = torch.where(mask, symmetric_matmul(symmetric_matmul(F, T), F) - I, M)
         F = centre.sqrt() * F
         Y = F if Y is None else symmetric_matmul(Y, F)
-        reach = polynomials(M.dtype, positive=False)[0][-1]  # from now on spectra lie on both sides of 1
+        reach = polynomials(M.dtype, M.device, positive=False)[0][
+            -1
+        ]  # from now on spectra lie on both sides of 1
         after = _after_round(*ends)
         ends = (torch.where(wide, after[0], ends[0]), torch.where(wide, after[1], ends[1]))
         bound = torch.where(wide, reach, bound)

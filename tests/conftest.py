@@ -5,6 +5,8 @@ import torch
 
 import ortho_vit  # noqa: F401
 
+torch.set_num_threads(1)  # the matrices are small, and two workers share two cores
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed():

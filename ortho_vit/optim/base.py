@@ -217,7 +217,7 @@ def stiefel_lr(group: Group) -> float:
 def all_finite(tensors: list[Tensor]) -> bool:
     norms = torch._foreach_norm(tensors)
     together = len({n.device for n in norms}) == 1
-    if torch.stack([n if together else n.cpu() for n in norms]).isfinite().all():
+    if math.isfinite(torch.stack([n if together else n.cpu() for n in norms]).sum().item()):
         return True
     return all(t.isfinite().all() for t in tensors)  # a norm may have overflowed where no entry did
 
@@ -239,7 +239,8 @@ class Stack:
             self.parts[0].tensor if self.alone else torch.stack([part.tensor for part in self.parts])
         )
         grad = self.parts[0].grad if self.alone else torch.stack([part.grad for part in self.parts])
-        self.X = cut_blocks(self.tensor, p.blocks, p.rows).reshape(-1, p.rows // p.blocks, p.shape[-1])
+        self.blocks = cut_blocks(self.tensor, p.blocks, p.rows)
+        self.X = self.blocks.reshape(-1, p.rows // p.blocks, p.shape[-1])
         self.G = cut_blocks(grad, p.blocks, p.rows).reshape(self.X.shape)
         self.state = states[0] if self.alone else _gather(states, torch.cat)
         self.free: list[Part] = []
@@ -249,10 +250,8 @@ class Stack:
 
     def write_back(self) -> None:
         """Copy to where they came from: blocks that could not be a view, and whatever was stacked."""
-        p = self.parameters[0]
-        blocks = cut_blocks(self.tensor, p.blocks, p.rows)
-        if self.X.data_ptr() != blocks.data_ptr():
-            blocks.copy_(self.X.view(blocks.shape))
+        if self.X.data_ptr() != self.blocks.data_ptr():
+            self.blocks.copy_(self.X.view(self.blocks.shape))
         if self.alone:
             return
         torch._foreach_copy_([part.tensor for part in self.parts], list(self.tensor.unbind()))

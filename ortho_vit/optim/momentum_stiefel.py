@@ -60,26 +60,35 @@ def sgd_step(
     """Algorithm 1 on blocks X (B, m, n), in place; U is None where m = n."""
     kick = 1 - dampening
     H = G.mul(-kick) if U is None else turned_(U, Z, lr, momentum, flow).sub_(G, alpha=kick)
-    K = X @ H.mT  # −(1−τ) X Gᵀ, because X Uᵀ = 0
-    Z.mul_(momentum).add_(K - K.mT, alpha=1 / (2 * (1 - flow.a)))  # (1−b)/2 = 1/(2(1−a))
+    Ht = H.mT
+    K = torch.bmm(X, Ht)  # −(1−τ) X Gᵀ, because X Uᵀ = 0
+    Kt = K.mT
+    Z.mul_(momentum).add_(K - Kt, alpha=1 / (2 * (1 - flow.a)))  # (1−b)/2 = 1/(2(1−a))
     if U is None:
         move_square(X, lr * Z, flow)
         return
     # U½ = H − KᵀX is never formed.  H Hᵀ − KᵀK is its Gram matrix, and its part in X goes with the factors of X; so
     # what rounding had left of X Uᵀ is projected out as well.
-    S = torch.baddbmm(symmetric_matmul(H, H), K.mT, K, alpha=-1)
-    size = S.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
-    Y, H, K, S, W = in_working_precision(X, H, K, S, lr * Z, reach=lr * size)
+    S = torch.baddbmm(symmetric_matmul(H, Ht), Kt, K, alpha=-1)
+    size = torch.linalg.matrix_norm(S).sqrt()
+    far, lost = look_ahead(size, lr, size, K)
+    Y, H, Kt, S, W = in_double(far, X, H, Kt, S, lr * Z)
     factors = small_factors(W, lr**2 * S, Y, flow)
     V = torch.baddbmm(H, factors.B, H)
-    BK = plus_one(factors.B, K.mT)
+    BK = plus_one(factors.B, Kt)
     C = plus_one_T(factors.E, S)
     if flow.integrator == "isometric":
-        U.copy_(torch.baddbmm(V, plus_one(factors.B, C).mul_(lr).add_(BK), Y, alpha=-1))
+        C, carried = torch.baddbmm(torch.add(BK, C, alpha=lr), factors.B, C, alpha=lr), V
     else:
-        U.copy_(torch.baddbmm(H, C.mul_(lr).add_(K.mT), Y, alpha=-1))
-    X.copy_(torch.baddbmm(Y, factors.A - lr * BK, Y).add_(V, alpha=lr))
-    settle(X, U, factors.rough, size, K)
+        C, carried = torch.add(Kt, C, alpha=lr), H
+    moved = torch.baddbmm(Y, torch.sub(factors.A, BK, alpha=lr), Y)
+    if far:
+        U.copy_(torch.baddbmm(carried, C, Y, alpha=-1))
+        X.copy_(moved.add_(V, alpha=lr))
+    else:
+        torch.baddbmm(carried, C, Y, alpha=-1, out=U)
+        torch.add(moved, V, alpha=lr, out=X)
+    put_back(X, U, factors.rough, lost)
 
 
 def adam_step(
@@ -93,7 +102,7 @@ def adam_step(
     def rescaled(momentum: Tensor, second: Tensor) -> Tensor:
         return momentum / second.sqrt().mul_(c1 / c2**0.5).add_(c1 * eps)
 
-    K = X @ G.mT
+    K = torch.bmm(X, G.mT)
     f = (K - K.mT).mul_(1 / (2 * (1 - flow.a)))
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
     if U is not None and q is not None:
@@ -106,35 +115,45 @@ def adam_step(
         return
     # Ũ = V − LX is never formed: its Gram matrix is V Vᵀ − L Lᵀ, and its part in X goes with the factors of X.
     V = rescaled(U, q)
-    L, T = V @ X.mT, U @ V.mT  # U½ Ũᵀ = U½ Vᵀ, because U½ Xᵀ = 0
-    S = torch.baddbmm(symmetric_matmul(V, V), L, L.mT, alpha=-1)
-    reach = lr * S.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
-    Y, V, L, S, T, W = in_working_precision(X, V, L, S, T, lr * rescaled(Z, p), reach=reach)
+    L, T = torch.bmm(V, X.mT), torch.bmm(U, V.mT)  # U½ Ũᵀ = U½ Vᵀ, because U½ Xᵀ = 0
+    S = torch.baddbmm(symmetric_matmul(V, V.mT), L, L.mT, alpha=-1)
+    size = torch.linalg.matrix_norm(U)
+    far, lost = look_ahead(torch.linalg.matrix_norm(S).sqrt(), lr, size, K)
+    Y, V, L, S, T, W = in_double(far, X, V, L, S, T, lr * rescaled(Z, p))
     factors = small_factors(W, lr**2 * S, Y, flow)
     C = lr * plus_one_T(factors.E, T)
-    size = torch.linalg.matrix_norm(U)
     shrink = torch.ones_like(size)
     if flow.integrator == "isometric":  # to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
         shrink = torch.where(size > 0, size / torch.hypot(size, torch.linalg.matrix_norm(C)), 1.0).to(C.dtype)
     U.copy_(torch.baddbmm(U.to(C.dtype), C, Y, alpha=-1).mul_(shrink[..., None, None]))
     BV = torch.baddbmm(V, factors.B, V)
-    X.copy_(torch.baddbmm(Y, factors.A - lr * plus_one(factors.B, L), Y).add_(BV, alpha=lr))
-    settle(X, U, factors.rough, size, K)
+    X.copy_(torch.baddbmm(Y, torch.sub(factors.A, plus_one(factors.B, L), alpha=lr), Y).add_(BV, alpha=lr))
+    put_back(X, U, factors.rough, lost)
 
 
 def move_square(X: Tensor, W: Tensor, flow: Flow) -> None:
     """Algorithms 4 and 5: X⁺ = polar(EᵀX), where the polar factor has only rounding to take out."""
-    Y, W = in_working_precision(X, W, reach=torch.linalg.matrix_norm(W))
+    Y, W = in_double(not float(torch.linalg.matrix_norm(W).amax()) < FAR, X, W)
     factors = small_factors(W, None, Y, flow)
     X.copy_(torch.baddbmm(Y, factors.A, Y))
-    if factors.rough is not None:
-        put_back(X, None, factors.rough)
+    put_back(X, None, factors.rough)
 
 
-def in_working_precision(*tensors: Tensor, reach: Tensor) -> Iterator[Tensor]:
-    """The tensors of a step of length `reach`; in float64 where that is so long that a deviation from I says too little."""
-    far = not float(reach.amax()) < 20 and tensors[0].device.type != "mps"
-    return (x.double() if far else x for x in tensors)
+FAR = 20  # the length of a step, η‖V‖, from which a deviation from I says too little about I + deviation
+
+
+def look_ahead(length: Tensor, lr: float, size: Tensor, K: Tensor) -> tuple[bool, Tensor | None]:
+    """Whether a step along V, √‖V Vᵀ‖ = length, is FAR; and where U, of this size, is so much smaller than the K it was
+    separated from that rounding would show in X Uᵀ.  One synchronisation for both.
+    """
+    margin = torch.sub(size, torch.linalg.matrix_norm(K), alpha=0.01)
+    longest, least = torch.stack([length.amax(), margin.amin()]).tolist()
+    return not lr * longest < FAR, margin < 0 if least < 0 else None
+
+
+def in_double(far: bool, *tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors of a step, in float64 if it is far."""
+    return (x.double() if far and x.device.type != "mps" else x for x in tensors)
 
 
 def turned_(U: Tensor, Z: Tensor, lr: float, momentum: float, flow: Flow) -> Tensor:
@@ -167,7 +186,7 @@ def small_factors(W: Tensor, P: Tensor | None, X: Tensor, flow: Flow) -> Factors
     elif flow.expm == "exact":
         E = torch.linalg.matrix_exp(W) - identity(W)
     else:
-        M = symmetric_matmul(W, W)
+        M = symmetric_matmul(W, W.mT)
         N = M if printed else None
     Q = P if N is None or P is None else N + plus_one_T(N, plus_one(N, P))
     if flow.inner_steps is not None:
@@ -200,7 +219,7 @@ def fixed_factors(
     """`small_factors` with a fixed number of inner iterations: what they leave of X Xᵀ − I is measured and comes again."""
     if M is not None and N is None:
         E = E + plus_one(E, inverse_sqrt_fixed(M, flow.inner_steps or 1))
-    D = symmetric_matmul(X, X) - identity(X)
+    D = symmetric_matmul(X, X.mT) - identity(X)
     D = plus_one_T(E.mT, plus_one(E.mT, D))
     R = inverse_sqrt_fixed(D if Q is None else Q + D, flow.inner_steps or 1)
     return Factors(E, R + plus_one(R, E.mT), R if N is None else R + plus_one(R, N), None)
@@ -216,22 +235,17 @@ def plus_one_T(A: Tensor, B: Tensor) -> Tensor:
     return torch.baddbmm(B, B, A.mT)
 
 
-def settle(X: Tensor, U: Tensor, rough: Tensor | None, size: Tensor, K: Tensor) -> None:
-    """Put back what was rough, and a U so much smaller than the K it was separated from that rounding shows in X Uᵀ."""
-    lost = size < 0.01 * torch.linalg.matrix_norm(K)
-    if rough is not None or lost.any():
-        put_back(X, U, lost if rough is None else lost | rough)
-
-
-def put_back(X: Tensor, U: Tensor | None, rough: Tensor | None = None) -> None:
-    """Take out what rounding has put into X Xᵀ and X Uᵀ (only of some of the batch, if told which)."""
-    Y = polar(X)
-    X.copy_(Y if rough is None else torch.where(rough[..., None, None], Y, X))
+def put_back(X: Tensor, U: Tensor | None, *which: Tensor | None) -> None:
+    """Take out what rounding has put into X Xᵀ and X Uᵀ, in the matrices of the batch that any of `which` marks."""
+    marks = [mark for mark in which if mark is not None]
+    if not marks:
+        return
+    mark = torch.stack(marks).any(0)[..., None, None]
+    X.copy_(torch.where(mark, polar(X), X))
     if U is None:
         return
     for _ in range(2):  # twice, because the first rounds relative to what it takes out
-        J = U @ X.mT
-        U.baddbmm_(J if rough is None else torch.where(rough[..., None, None], J, 0.0), X, alpha=-1)
+        U.baddbmm_(torch.where(mark, torch.bmm(U, X.mT), 0.0), X, alpha=-1)
 
 
 class MomentumStiefel(StiefelOptimizer):
@@ -249,7 +263,7 @@ class MomentumStiefel(StiefelOptimizer):
         self.require(group, "inner_steps", lambda k: k is None or k >= 1, "must be None or at least 1")
 
     def refresh(self, X: Tensor, state: State) -> None:
-        put_back(X, state.get("U"))
+        put_back(X, state.get("U"), torch.ones(len(X), dtype=torch.bool, device=X.device))
 
     def flow(self, group: Group) -> Flow:
         a = METRICS[group["metric"]] if group["metric"] in METRICS else float(group["metric"])

@@ -21,11 +21,11 @@ def projected_step(X: Tensor, M: Tensor, lr: float, scale: Tensor | None, cayley
     The step is capped at 1/‖W‖, as its authors do to make the iteration contract, with the Frobenius norm, which bounds
     the spectral norm and is known from the m × m Gram matrices.  `scale` divides W (Adam).
     """
-    J = X @ M.mT
+    J = torch.bmm(X, M.mT)
     A = torch.baddbmm(M, J.mT, X, alpha=-0.5)
-    Q, N = X @ X.mT, A @ A.mT
+    Q, N = torch.bmm(X, X.mT), torch.bmm(A, A.mT)
     K = torch.baddbmm(J, Q, J, alpha=-0.5)  # X Aᵀ
-    momentum = torch.baddbmm(Q @ A, K, X, alpha=-1)
+    momentum = torch.baddbmm(torch.bmm(Q, A), K, X, alpha=-1)
     start = torch.ones_like(J[..., :1, :1])
     if scale is not None:
         A, N, K, start = A / scale, N / scale**2, K / scale, start * scale
@@ -35,7 +35,7 @@ def projected_step(X: Tensor, M: Tensor, lr: float, scale: Tensor | None, cayley
     C, D = I + alpha / 2 * J, alpha * start * I
     for _ in range(cayley_steps):
         C, D = I - alpha / 2 * (K.mT @ (I + C) + N @ D), alpha / 2 * (Q @ (I + C) + K @ D)
-    X.copy_(torch.baddbmm(C.mT @ X, D.mT, A))
+    X.copy_(torch.baddbmm(torch.bmm(C.mT, X), D.mT, A))
     return momentum
 
 

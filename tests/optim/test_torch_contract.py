@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortho_vit import StiefelParameter, constrain, optim, orthogonality_error
 from ortho_vit.stiefel import random_stiefel
@@ -352,3 +353,35 @@ def test_sparse_gradients_are_refused():
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse gradients are not supported"):
         optimizer.step()
+
+
+class OpCounter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.namespace == "aten"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("StiefelSGD", 80), ("StiefelAdam", 140), ("ProjectedStiefelSGD", 260)]
+)
+def test_a_stacked_step_dispatches_a_fixed_number_of_operators_whatever_the_depth(name, limit):
+    counts = []
+    for depth in (3, 9):
+        parameters = [
+            StiefelParameter(
+                torch.cat([random_stiefel(6, 8, 48).flatten(0, 1), torch.randn(48, 48)]), blocks=6, rows=48
+            )
+            for _ in range(depth)
+        ]
+        optimizer = getattr(optim, name)(parameters, lr=1e-3, foreach=True)
+        for _ in range(2):
+            for p in parameters:
+                p.grad = 0.1 * torch.randn_like(p)
+            with OpCounter() as counter:
+                optimizer.step()
+        counts.append(counter.count)
+    assert counts[0] == counts[1] <= limit

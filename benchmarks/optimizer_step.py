@@ -1,0 +1,279 @@
+"""The time of an optimizer step, against peers and against the products a step needs at least.
+
+    python benchmarks/optimizer_step.py [--quick] [--scale 0.003] [--output results.json]
+
+The work is the attention of the paper's ViT: 7 fused weights (1152, 384) with 768 constrained rows, `within` heads (24
+blocks of 32 rows) and `across` them (2 of 384).  Single thread, float32, all contestants in one run, in turns; what is printed
+are medians, and ratios of medians.  A peer that is not installed is named and skipped.
+
+Gradients are Gaussian of standard deviation `--scale`.  It decides how far a step goes and with it how many terms the
+retraction needs; the default makes η‖Z‖ and η‖U‖ about 0.03, several times what the paper's ViT shows in training.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch is imported: no chatter from its profiler
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ortho_vit import StiefelParameter, orthogonality_error
+from ortho_vit.optim import StiefelAdam, StiefelSGD
+from ortho_vit.stiefel import random_stiefel
+
+LAYERS, D = 7, 384
+BLOCKS = {"within": 24, "across": 2}
+
+
+class Contestant:
+    """Something with parameters, gradients and a step to be timed."""
+
+    def __init__(self, name: str, parameters: list[Tensor], step: Callable[[], object], frames: Callable[[], list[Tensor]]):
+        self.name, self.parameters, self.step, self.frames = name, parameters, step, frames
+
+    def set_gradients(self, scale: float) -> None:
+        for p in self.parameters:
+            p.grad = torch.randn_like(p).mul_(scale)
+
+    def error(self) -> float:
+        return max((orthogonality_error(x) for x in self.frames()), default=float("nan"))
+
+
+def fused(blocks: int) -> list[StiefelParameter]:
+    def weight() -> Tensor:
+        return torch.cat([random_stiefel(blocks, 2 * D // blocks, D).flatten(0, 1), 0.02 * torch.randn(D, D)])
+
+    return [StiefelParameter(weight(), blocks=blocks, rows=2 * D) for _ in range(LAYERS)]
+
+
+def ours(name: str, make: Callable, blocks: int) -> Contestant:
+    parameters = fused(blocks)
+    return Contestant(name, list(parameters), make(parameters).step, lambda: list(parameters))
+
+
+def torch_floor(name: str, make: Callable, blocks: int) -> Contestant:
+    parameters = [nn.Parameter(p.detach().clone()) for p in fused(blocks)]
+    return Contestant(name, list(parameters), make(parameters).step, lambda: [])
+
+
+def separate(blocks: int) -> tuple[list[Tensor], list[Tensor]]:
+    """W^Q and W^K of each layer as a batch of tall frames, as peers want them; and the free W^V."""
+    frames = [random_stiefel(blocks // 2, D, 2 * D // blocks) for _ in range(2 * LAYERS)]
+    return frames, [0.02 * torch.randn(D, D) for _ in range(LAYERS)]
+
+
+def transcription(blocks: int) -> Contestant:
+    """Algorithm 1 as its authors run it: a loop over weights, ten coupled iterations from the Frobenius norm, each with
+    the residual of its stopping rule."""
+    frames, free = separate(blocks)
+    X = [nn.Parameter(x) for x in frames]
+    V = [nn.Parameter(v) for v in free]
+    Z = [torch.zeros(x.shape[0], x.shape[2], x.shape[2]) for x in frames]
+    U = [torch.zeros_like(x) for x in frames]
+    sgd = torch.optim.SGD(V, lr=0.1, momentum=0.9)
+
+    def root(A: Tensor, steps: int = 10) -> Tensor:
+        I = torch.eye(A.shape[-1]).expand_as(A)
+        norm = torch.linalg.matrix_norm(A, keepdim=True)
+        Y, P = A / norm, I
+        for _ in range(steps):
+            F = 0.5 * (3 * I - P @ Y)
+            Y, P = Y @ F, F @ P
+            torch.linalg.matrix_norm(Y @ Y - A / norm)
+        return P / norm.sqrt()
+
+    @torch.no_grad()
+    def step(lr: float = 0.1, mu: float = 0.9) -> None:
+        sgd.step()
+        for i, x in enumerate(X):
+            G = x.grad
+            assert G is not None
+            f, g = x.mT @ G - G.mT @ x, G - x @ (x.mT @ G)
+            U_half = mu * U[i] + 0.25 * lr * U[i] @ Z[i] - g
+            Z[i] = mu * Z[i] - f
+            X_half = x + lr * x @ Z[i]
+            X_dagger = X_half + lr * U_half @ (X_half.mT @ X_half)
+            U[i] = U_half - lr * X_half @ (U_half.mT @ U_half)
+            x.copy_(X_dagger @ root(X_dagger.mT @ X_dagger))
+
+    return Contestant("transcription of Algorithm 1", [*X, *V], step, lambda: [x.detach() for x in X])
+
+
+def geoopt_peer(name: str, kind: str, blocks: int, **options) -> Contestant:
+    geoopt = importlib.import_module("geoopt")
+    frames, free = separate(blocks)
+    manifold = geoopt.EuclideanStiefel()
+    X = [geoopt.ManifoldParameter(x, manifold=manifold) for x in frames]
+    parameters = [*X, *(nn.Parameter(v) for v in free)]
+    return Contestant(name, parameters, getattr(geoopt.optim, kind)(parameters, **options).step, lambda: X)
+
+
+def parametrized(blocks: int) -> Contestant:
+    """torch's own `orthogonal` parametrization: forward and backward of the map are part of every step."""
+    frames, free = separate(blocks)
+    layers = []
+    for x in frames:
+        layer = nn.Module()
+        layer.weight = nn.Parameter(x.clone())
+        layers.append(nn.utils.parametrizations.orthogonal(layer))
+    inner = [p for layer in layers for p in layer.parameters()]
+    V = [nn.Parameter(v) for v in free]
+    optimizer = torch.optim.SGD([*inner, *V], lr=0.1, momentum=0.9)
+    gradients = [torch.randn_like(x) for x in frames]
+
+    def step() -> None:
+        for p in inner:
+            p.grad = None
+        weights = [layer.weight for layer in layers]
+        torch.autograd.backward(weights, gradients)
+        optimizer.step()
+
+    contestant = Contestant("parametrizations.orthogonal", list(V), step, lambda: [m.weight.detach() for m in layers])
+    draw = contestant.set_gradients
+
+    def set_gradients(scale: float) -> None:
+        draw(scale)
+        for g in gradients:
+            g.normal_(0, scale)
+
+    contestant.set_gradients = set_gradients  # type: ignore[method-assign]
+    return contestant
+
+
+def contestants(mode: str) -> list[Contestant]:
+    blocks = BLOCKS[mode]
+    made = [
+        ours("StiefelSGD", lambda p: StiefelSGD(p, lr=0.1), blocks),
+        ours("StiefelAdam", lambda p: StiefelAdam(p, lr=1e-3), blocks),
+        ours("StiefelSGD, integrator paper", lambda p: StiefelSGD(p, lr=0.1, integrator="paper"), blocks),
+        ours("StiefelSGD, foreach", lambda p: StiefelSGD(p, lr=0.1, foreach=True), blocks),
+        transcription(blocks),
+        torch_floor("torch SGD (no constraint)", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), blocks),
+        torch_floor("torch AdamW (no constraint)", lambda p: torch.optim.AdamW(p, lr=1e-3), blocks),
+        parametrized(blocks),
+    ]
+    try:
+        made.append(geoopt_peer("geoopt RiemannianSGD", "RiemannianSGD", blocks, lr=0.1, momentum=0.9))
+        made.append(geoopt_peer("geoopt RiemannianAdam", "RiemannianAdam", blocks, lr=1e-3))
+    except ImportError:
+        print("geoopt is not installed: skipped")
+    return made
+
+
+class OpCounter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_and_flops(contestant: Contestant, scale: float) -> tuple[int, int]:
+    contestant.set_gradients(scale)
+    with OpCounter() as counter:
+        contestant.step()
+    contestant.set_gradients(scale)
+    with FlopCounterMode(display=False) as flops:
+        contestant.step()
+    return counter.count, flops.get_total_flops()
+
+
+def peak_extra_memory(contestant: Contestant, scale: float) -> float:
+    """Peak bytes allocated inside a step beyond what stood before, in units of the constrained weights."""
+    contestant.set_gradients(scale)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        contestant.step()
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak / (LAYERS * 2 * D * D * 4)
+
+
+def needed_products(mode: str, adam: bool) -> tuple[float, float]:
+    """What a step needs at least, in products of m²n and m³ a block (half for a symmetric or skew result).
+
+    Non-square: X Gᵀ, a Gram matrix (half), two products that make X⁺ and one more for U⁺ (Adam: g, L and T besides; its
+    Gram matrix); and for the factors W Wᵀ (half), the two of E and R.  Square: X Gᵀ and X⁺; W Wᵀ and the one of E (half).
+    """
+    if mode == "across":
+        return 2.0, 1.0
+    return (7.5 if adam else 4.5), 3.0
+
+
+def measure(mode: str, rounds: int, scale: float) -> list[dict]:
+    field = contestants(mode)
+    for contestant in field:  # past the allocation of state, and past the first refresh
+        for _ in range(2):
+            contestant.set_gradients(scale)
+            contestant.step()
+    times: dict[str, list[float]] = {c.name: [] for c in field}
+    for _ in range(rounds):
+        for contestant in field:
+            contestant.set_gradients(scale)
+            start = time.perf_counter()
+            contestant.step()
+            times[contestant.name].append(time.perf_counter() - start)
+    rows = []
+    for c in field:
+        ops, flops = ops_and_flops(c, scale)
+        memory = peak_extra_memory(c, scale)
+        ms = 1e3 * statistics.median(times[c.name])
+        if "parametrizations" not in c.name:  # orthogonal by construction, and too slow to wait for
+            for _ in range(200 - rounds):
+                c.set_gradients(scale)
+                c.step()
+        rows.append({"name": c.name, "ms": ms, "error": c.error(), "ops": ops, "gflop": flops / 1e9, "memory": memory})
+    return rows
+
+
+def report(mode: str, rows: list[dict]) -> None:
+    by_name = {row["name"]: row for row in rows}
+    reference = by_name["StiefelSGD"]["ms"]
+    print(f"\n{mode} heads: {LAYERS} weights (1152, 384), 768 rows constrained, {BLOCKS[mode]} blocks each")
+    print(f"{'':34}{'ms':>8}{'ratio':>8}{'error @200':>12}{'ATen ops':>10}{'GFLOP':>8}{'memory':>8}")
+    for row in sorted(rows, key=lambda r: r["ms"]):
+        print(
+            f"{row['name']:34}{row['ms']:8.1f}{row['ms'] / reference:8.2f}{row['error']:12.1e}"
+            f"{row['ops']:10d}{row['gflop']:8.2f}{row['memory']:7.1f}x"
+        )
+    m = 2 * D // BLOCKS[mode]
+    for name, adam in (("StiefelSGD", False), ("StiefelAdam", True)):
+        large, small = needed_products(mode, adam)
+        needed = LAYERS * BLOCKS[mode] * 2 * m**2 * (large * D + small * m) / 1e9
+        used = by_name[name]["gflop"]
+        rate = used / by_name[name]["ms"] * 1e3
+        print(f"{name}: needs at least {needed:.2f} GFLOP, used {used:.2f} ({needed / used:.0%}), at {rate:.0f} GFLOP/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=31, help="timed steps of each contestant")
+    parser.add_argument("--quick", action="store_true", help="five timed steps")
+    parser.add_argument("--scale", type=float, default=0.003, help="standard deviation of the gradients")
+    parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, 1 thread, float32")
+    results = {}
+    for mode in BLOCKS:
+        results[mode] = measure(mode, 5 if options.quick else options.rounds, options.scale)
+        report(mode, results[mode])
+    if options.output:
+        options.output.write_text(json.dumps({"torch": torch.__version__, "scale": options.scale, **results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
