@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from ortho_vit.training.cli import main
 
@@ -249,6 +250,41 @@ def test_training_on_a_sample_shaped_as_cifar10(folder, capsys):
     output = capsys.readouterr().out
     assert "test accuracy" in output
     assert Path("runs/paper/cifar10/within_stiefel_adam/version_0/checkpoints/last.ckpt").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deit_tiny", "pvt_v2_b1"])
+def test_comparators_train_on_cifar10(folder, capsys, name):
+    write_cifar10(folder / "data/cifar-10-batches-bin")
+    config = REPOSITORY / f"configs/cifar10/{name}.yaml"
+    small = "--trainer.accelerator cpu --trainer.max_steps 2 --data.batch_size 8 --data.num_workers 0 --data.limit 16"
+    assert main(["--config", str(config), *small.split()]) == 0
+    assert "test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*0.png", "ignore:ImageFolder. skipped 1 of 8")
+def test_ones_own_pictures_train_and_are_predicted(folder, capsys):
+    generator = np.random.default_rng(0)
+    for i, name in enumerate(["cat", "dog", "owl"]):
+        (folder / "pictures" / name).mkdir(parents=True)
+        for j in range(8):
+            pixels = generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+            pixels[..., i] = 255
+            Image.fromarray(pixels).save(folder / f"pictures/{name}/{j}.png")
+    options = (
+        "--data ortho_vit.data.ImageFolder --data.root pictures --data.image_size 32 --data.batch_size 8"
+    )
+    model = "--model.name ortho_vit_pico --model.layer_decay 0.8 --name own"
+    assert main(["--config", "digits.yaml", *options.split(), *model.split()]) == 0
+    run = Path("runs/own/version_0")
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["num_classes"] == 3
+    (folder / "pictures/owl/0.png").write_bytes(b"no picture")
+    capsys.readouterr()
+    predict = f"predict --config {run}/config.yaml --ckpt_path {run}/checkpoints/last.ckpt --data.predict_root pictures/owl"
+    assert main(predict.split()) == 0
+    output = capsys.readouterr().out
+    assert "7 predictions in predictions.csv" in output
+    assert "1 pictures could not be read" in output
 
 
 # ----------------------------------------------------------------------------------------------------------- badly

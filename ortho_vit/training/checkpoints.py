@@ -129,7 +129,9 @@ class Checkpoints(Checkpoint):
     def _is_better(self, score: float) -> bool:
         if self.best_score is None:
             return score == score
-        return score > self.best_score if self.mode == "max" else score < self.best_score
+        return (
+            score >= self.best_score if self.mode == "max" else score <= self.best_score
+        )  # of equals the later
 
     def _save(self, trainer: L.Trainer, improved: bool) -> None:
         """The better one first: killed in between, a run resumes from the older `last.ckpt` and comes here again."""

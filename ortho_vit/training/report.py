@@ -70,6 +70,7 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     """Loss, accuracy, orthogonality error and learning rate against the epoch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # on demand: it takes half a second to import
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -90,6 +91,7 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
                     marker=marker,
                 )
         axes.set(title=title, xlabel="epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if title == "orthogonality error" and any(row.get("orthogonality", 0) > 0 for row in rows):
             axes.set_yscale("log")
         if len(names) > 1 and axes.lines:
