@@ -101,8 +101,17 @@ def test_a_corpus_pads_with_weightless_points_and_lists_every_pair() -> None:
     x, y, _, b = corpus.pairs()
     assert x.shape == y.shape == (3, 5, 4)
     assert b[0].count_nonzero() == 3
-    centres = (corpus.scaled(9.0).points * corpus.weights.unsqueeze(-1)).sum(1)
-    torch.testing.assert_close(torch.pdist(centres).square().mean(), torch.tensor(9.0).double())
+
+
+def test_a_corpus_is_scaled_to_a_distance() -> None:
+    clouds = {str(n): (torch.randn(n, 4).double() + n, torch.full((n,), 1 / n).double()) for n in (2, 3, 5)}
+    corpus = Corpus.of(clouds)
+    x, y, a, b = corpus.pairs()
+    costs = (a.unsqueeze(-1) * torch.cdist(x, y).square() * b.unsqueeze(-2)).sum((-2, -1))
+    assert corpus.point_distance() == pytest.approx(costs.mean().item())
+    shifts = (a.unsqueeze(-2) @ x - b.unsqueeze(-2) @ y).square().sum((-2, -1))
+    assert corpus.centre_distance() == pytest.approx(shifts.mean().item())
+    assert corpus.scaled(9.0).point_distance() == pytest.approx(9 * corpus.point_distance())
 
 
 def test_texts_are_lower_case_words(tmp_path: Path) -> None:
