@@ -17,9 +17,8 @@ pytestmark = pytest.mark.filterwarnings(
 CONFIGS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path for path in CONFIGS.rglob("*.yaml") if "parts" not in path.parts)
 EXPERIMENTS = [path for path in EXPERIMENTS if "paper" not in path.parts]  # which are tested row by row
-PARTS = [
-    p for p in sorted((CONFIGS / "parts").glob("*.yaml")) if "optimizer" not in p.read_text()
-]  # rows test those
+PARTS = sorted((CONFIGS / "parts").glob("*.yaml"))
+PARTS = [path for path in PARTS if "optim." not in path.read_text()]  # optimizers are tested row by row
 
 # Table 1 of the paper: learning rate of the free parameters and of the constrained ones, where it is another
 PAPER = {
