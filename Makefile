@@ -22,7 +22,7 @@ quickstart: .venv/.run  ## train ortho_vit_digits on the embedded digits: about 
 	$(BIN)/python train.py --config configs/quickstart.yaml
 
 test: .venv/.dev  ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: .venv/.dev  ## formatting, lint and types
 	$(BIN)/ruff format --check .

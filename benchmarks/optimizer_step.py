@@ -3,8 +3,8 @@
     python benchmarks/optimizer_step.py [--quick] [--scale 0.003] [--output results.json]
 
 The work is the attention of the paper's ViT: 7 fused weights (1152, 384) with 768 constrained rows, `within` heads (24
-blocks of 32 rows) and `across` them (2 of 384).  Single thread, float32, all contestants in one run, in turns; what is printed
-are medians, and ratios of medians.  A peer that is not installed is named and skipped.
+blocks of 32 rows) and `across` them (2 of 384).  Single thread, float32, all contestants in one run, in turns; what is
+printed are medians, and ratios of medians.  A peer that is not installed is named and skipped.
 
 Gradients are Gaussian of standard deviation `--scale`.  It decides how far a step goes and with it how many terms the
 retraction needs; the default makes η‖Z‖ and η‖U‖ about 0.03, several times what the paper's ViT shows in training.
@@ -38,7 +38,13 @@ BLOCKS = {"within": 24, "across": 2}
 class Contestant:
     """Something with parameters, gradients and a step to be timed."""
 
-    def __init__(self, name: str, parameters: list[Tensor], step: Callable[[], object], frames: Callable[[], list[Tensor]]):
+    def __init__(
+        self,
+        name: str,
+        parameters: list[Tensor],
+        step: Callable[[], object],
+        frames: Callable[[], list[Tensor]],
+    ):
         self.name, self.parameters, self.step, self.frames = name, parameters, step, frames
 
     def set_gradients(self, scale: float) -> None:
@@ -63,7 +69,7 @@ def ours(name: str, make: Callable, blocks: int) -> Contestant:
 
 def torch_floor(name: str, make: Callable, blocks: int) -> Contestant:
     parameters = [nn.Parameter(p.detach().clone()) for p in fused(blocks)]
-    return Contestant(name, list(parameters), make(parameters).step, lambda: [])
+    return Contestant(name, list(parameters), make(parameters).step, list)
 
 
 def separate(blocks: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,7 +144,9 @@ def parametrized(blocks: int) -> Contestant:
         torch.autograd.backward(weights, gradients)
         optimizer.step()
 
-    contestant = Contestant("parametrizations.orthogonal", list(V), step, lambda: [m.weight.detach() for m in layers])
+    contestant = Contestant(
+        "parametrizations.orthogonal", list(V), step, lambda: [m.weight.detach() for m in layers]
+    )
     draw = contestant.set_gradients
 
     def set_gradients(scale: float) -> None:
@@ -191,7 +199,9 @@ def ops_and_flops(contestant: Contestant, scale: float) -> tuple[int, int]:
 def peak_extra_memory(contestant: Contestant, scale: float) -> float:
     """Peak bytes allocated inside a step beyond what stood before, in units of the constrained weights."""
     contestant.set_gradients(scale)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         contestant.step()
     live = peak = 0
     for event in profile.profiler.kineto_results.events():
@@ -234,7 +244,9 @@ def measure(mode: str, rounds: int, scale: float) -> list[dict]:
             for _ in range(200 - rounds):
                 c.set_gradients(scale)
                 c.step()
-        rows.append({"name": c.name, "ms": ms, "error": c.error(), "ops": ops, "gflop": flops / 1e9, "memory": memory})
+        rows.append(
+            {"name": c.name, "ms": ms, "error": c.error(), "ops": ops, "gflop": flops / 1e9, "memory": memory}
+        )
     return rows
 
 
@@ -254,11 +266,15 @@ def report(mode: str, rows: list[dict]) -> None:
         needed = LAYERS * BLOCKS[mode] * 2 * m**2 * (large * D + small * m) / 1e9
         used = by_name[name]["gflop"]
         rate = used / by_name[name]["ms"] * 1e3
-        print(f"{name}: needs at least {needed:.2f} GFLOP, used {used:.2f} ({needed / used:.0%}), at {rate:.0f} GFLOP/s")
+        print(
+            f"{name}: needs at least {needed:.2f} GFLOP, used {used:.2f} ({needed / used:.0%}), at {rate:.0f} GFLOP/s"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=31, help="timed steps of each contestant")
     parser.add_argument("--quick", action="store_true", help="five timed steps")
     parser.add_argument("--scale", type=float, default=0.003, help="standard deviation of the gradients")
@@ -272,7 +288,9 @@ def main() -> None:
         results[mode] = measure(mode, 5 if options.quick else options.rounds, options.scale)
         report(mode, results[mode])
     if options.output:
-        options.output.write_text(json.dumps({"torch": torch.__version__, "scale": options.scale, **results}, indent=1))
+        options.output.write_text(
+            json.dumps({"torch": torch.__version__, "scale": options.scale, **results}, indent=1)
+        )
 
 
 if __name__ == "__main__":
