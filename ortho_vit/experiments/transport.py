@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from ortho_vit.experiments.result import (
     Result,
     add_common_options,
+    legend_below,
     new_figure,
     parse,
     progress,
@@ -37,6 +38,7 @@ from ortho_vit.experiments.result import (
     save_figure,
 )
 from ortho_vit.optim import MomentumlessStiefelSGD, ProjectedStiefelSGD, StiefelSGD
+from ortho_vit.stiefel import random_stiefel
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein
 
 if TYPE_CHECKING:
@@ -380,12 +382,12 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
     """Value against its exact 4k and the subspace found against the true one, by method and by number of
     points.
     """
-    d, k, repeats, sizes = (8, 2, 2, (10, 20)) if quick else (30, 2, 10, (25, 50, 100, 250, 500))
+    d, k, repeats, sizes = (8, 2, 2, (10, 20)) if quick else (30, 2, 10, (25, 50, 100, 250))
     seeds = range(seed, seed + repeats)
     options: dict[str, Any] = {"k": k, "reg": 0.05, "iterations": 5 if quick else 500, "tolerance": 1e-4}
     options["sinkhorn_tolerance"] = 1e-4
     result = Result("hypercube", {"d": d, "exact": 4 * k, "seeds": list(seeds), **options})
-    start = torch.eye(d, dtype=torch.float64).flip(1)[:, :k] + 0.1  # the true coordinates all but missing
+    start = random_stiefel(d, k, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     truth = torch.diag((torch.arange(d) < k).double())
     for paired in (True, False):
         for method, (make, lr) in CUBE.items():
@@ -419,12 +421,17 @@ def plot_hypercube(result: Result) -> "Figure":
     for label, curve in result.series.items():
         method, kind = label.split(" | ")
         style = {"color": COLOURS[method], "ls": "-" if kind == "paired" else "--", "marker": markers[method]}
-        axes[0].plot(curve["n"], curve["value"], ms=4, label=f"{method}, {kind}", **style)
+        name = method if kind == "paired" else None  # one entry a method: dashed is explained in the title
+        axes[0].plot(curve["n"], curve["value"], ms=4, label=name, **style)
         axes[1].plot(curve["n"], curve["subspace error"], ms=4, **style)
     axes[0].axhline(result.settings["exact"], color="black", lw=0.8)
     axes[0].set(xscale="log", xlabel="points", ylabel="value (line: exact 4k)")
     axes[1].set(xscale="log", yscale="log", xlabel="points", ylabel="‖UUᵀ − U*U*ᵀ‖ (Frobenius)")
-    axes[0].legend(fontsize=7)
+    figure.suptitle("fragmented hypercube: paired samples (solid) and independent ones (dashed)")
+    for axis in axes:
+        axis.set_xticks(curve["n"], [f"{n:g}" for n in curve["n"]])
+        axis.minorticks_off()
+    legend_below(figure, axes[0], 5)
     return figure
 
 
