@@ -1,5 +1,6 @@
-"""`ortho_vit.transport.sinkhorn` against POT's, on 500 × 500 points at one tolerance: python
-benchmarks/sinkhorn.py
+"""`ortho_vit.transport.sinkhorn` against POT's, on 500 × 500 points at one tolerance.
+
+    python -m benchmarks.sinkhorn [--size 500] [--rounds 5] [--tolerance 1e-9]
 
 Every solver runs in turn, round after round, and the medians are compared: on a shared machine the ratios
 hold, the times do not.  POT stops on the ℓ² error of one marginal, ours on the ℓ¹ error, which is never
