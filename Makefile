@@ -32,7 +32,7 @@ lint: .venv/.dev  ## formatting, lint and types
 check: lint test  ## all that CI runs
 
 bench: .venv/.dev  ## the optimizers against their peers, on this machine
-	$(BIN)/python benchmarks/optimizer_step.py
+	$(BIN)/python -m benchmarks.optimizer_step
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

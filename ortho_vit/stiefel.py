@@ -174,7 +174,7 @@ def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     C = A.new_empty((*A.shape[:-1], m))
     for i in range(0, m, STRIP):
         j = min(i + STRIP, m)
-        C[..., i:j, :j] = A[..., i:j, :] @ B[..., :, :j]
+        torch.matmul(A[..., i:j, :], B[..., :, :j], out=C[..., i:j, :j])
         C[..., :i, i:j] = C[..., i:j, :i].mT if sign > 0 else -C[..., i:j, :i].mT
     return C
 
@@ -230,9 +230,9 @@ def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
     worst = float(bound.amax())
     if worst > reaches[0]:
         M2 = symmetric_matmul(M, M)
-    if worst > reaches[2]:
+    if worst > reaches[1]:
         tight = torch.linalg.matrix_norm(M2).sqrt()  # ‖M‖ ≤ √‖M²‖_F ≤ ‖M‖_F
-        bound = torch.where(bound > reaches[2], tight, bound)
+        bound = torch.where(bound > reaches[1], tight, bound)
         worst = float(bound.amax())
     if not worst < (1e3 if positive else 0.9):
         return _inverse_sqrt_far(M, bound, positive)

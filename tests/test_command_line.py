@@ -282,9 +282,7 @@ def test_ones_own_pictures_train_and_are_predicted(folder, capsys):
     capsys.readouterr()
     predict = f"predict --config {run}/config.yaml --ckpt_path {run}/checkpoints/last.ckpt --data.predict_root pictures/owl"
     assert main(predict.split()) == 0
-    output = capsys.readouterr().out
-    assert "7 predictions in predictions.csv" in output
-    assert "1 pictures could not be read" in output
+    assert "7 predictions in predictions.csv" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------- badly

@@ -58,15 +58,17 @@ def sgd_step(
     flow: Flow,
 ) -> None:
     """Algorithm 1 on blocks X (B, m, n), in place; U is None where m = n."""
-    kick = 1 - dampening
-    H = G.mul(-kick) if U is None else turned_(U, Z, lr, momentum, flow).sub_(G, alpha=kick)
+    kick, half = 1 - dampening, 1 / (2 * (1 - flow.a))  # (1−b)/2 = 1/(2(1−a))
+    if U is None:
+        K = torch.bmm(X, G.mT)
+        Z.mul_(momentum).sub_(K - K.mT, alpha=kick * half)
+        move_square(X, lr * Z, flow)
+        return
+    H = turned_(U, Z, lr, momentum, flow).sub_(G, alpha=kick)
     Ht = H.mT
     K = torch.bmm(X, Ht)  # −(1−τ) X Gᵀ, because X Uᵀ = 0
     Kt = K.mT
-    Z.mul_(momentum).add_(K - Kt, alpha=1 / (2 * (1 - flow.a)))  # (1−b)/2 = 1/(2(1−a))
-    if U is None:
-        move_square(X, lr * Z, flow)
-        return
+    Z.mul_(momentum).add_(K - Kt, alpha=half)
     # U½ = H − KᵀX is never formed.  H Hᵀ − KᵀK is its Gram matrix, and its part in X goes with the factors of X; so
     # what rounding had left of X Uᵀ is projected out as well.
     S = torch.baddbmm(symmetric_matmul(H, Ht), Kt, K, alpha=-1)
@@ -122,12 +124,20 @@ def adam_step(
     Y, V, L, S, T, W = in_double(far, X, V, L, S, T, lr * rescaled(Z, p))
     factors = small_factors(W, lr**2 * S, Y, flow)
     C = lr * plus_one_T(factors.E, T)
-    shrink = torch.ones_like(size)
-    if flow.integrator == "isometric":  # to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
-        shrink = torch.where(size > 0, size / torch.hypot(size, torch.linalg.matrix_norm(C)), 1.0).to(C.dtype)
-    U.copy_(torch.baddbmm(U.to(C.dtype), C, Y, alpha=-1).mul_(shrink[..., None, None]))
+    if flow.integrator == "isometric":  # scaled to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
+        shrink = torch.where(size > 0, size / torch.hypot(size, torch.linalg.matrix_norm(C)), 1.0)[
+            ..., None, None
+        ]
+        U.mul_(shrink)
+        C.mul_(shrink)
+    moved = torch.baddbmm(Y, torch.sub(factors.A, plus_one(factors.B, L), alpha=lr), Y)
     BV = torch.baddbmm(V, factors.B, V)
-    X.copy_(torch.baddbmm(Y, torch.sub(factors.A, plus_one(factors.B, L), alpha=lr), Y).add_(BV, alpha=lr))
+    if far:
+        U.sub_(torch.bmm(C, Y))
+        X.copy_(moved.add_(BV, alpha=lr))
+    else:
+        U.baddbmm_(C, X, alpha=-1)
+        torch.add(moved, BV, alpha=lr, out=X)
     put_back(X, U, factors.rough, lost)
 
 
@@ -135,7 +145,8 @@ def move_square(X: Tensor, W: Tensor, flow: Flow) -> None:
     """Algorithms 4 and 5: X⁺ = polar(EᵀX), where the polar factor has only rounding to take out."""
     Y, W = in_double(not float(torch.linalg.matrix_norm(W).amax()) < FAR, X, W)
     factors = small_factors(W, None, Y, flow)
-    X.copy_(torch.baddbmm(Y, factors.A, Y))
+    columns = Y.mT  # as they are stored
+    X.mT.copy_(torch.baddbmm(columns, columns, factors.A.mT))
     put_back(X, None, factors.rough)
 
 

@@ -258,9 +258,6 @@ class CommandLine(LightningCLI):
         self.trainer.predict(**kwargs | {"return_predictions": False})
         writer: PredictionWriter = self.config_init[self.subcommand].predictions
         self._say(f"{writer.count} predictions in {writer.target}")
-        skipped = getattr(self.datamodule, "skipped", None)
-        if skipped:
-            self._say(f"{len(skipped)} pictures could not be read and were left out")
 
     def _say(self, line: str) -> None:
         if self.trainer.is_global_zero:
