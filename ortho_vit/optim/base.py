@@ -201,9 +201,15 @@ class StiefelOptimizer(Optimizer):
             self.refresh(X, stack.state)
         try:
             self.stiefel_step(X, -G if group["maximize"] else G, stack.state, stiefel_lr(group), group)
-        except (FloatingPointError, ValueError) as problem:
-            names = self.name_of(stack.parameters[0])
-            raise RuntimeError(f"{type(self).__name__}: {names}: {problem}") from None
+        except (
+            FloatingPointError,
+            ValueError,
+            torch.linalg.LinAlgError,
+        ):  # nothing finite, or of full rank, is left
+            name = self.name_of(stack.parameters[0])
+            raise RuntimeError(
+                f"{type(self).__name__}: {name}: the step overflowed; lower the learning rate"
+            ) from None
 
 
 def stiefel_lr(group: Group) -> float:
