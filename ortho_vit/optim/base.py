@@ -32,6 +32,11 @@ Params = Iterable[Any]
 REFRESH = 16  # steps between two measurements of X Xᵀ; in between, rounding adds some 3e-8 a step in float32
 
 
+def given(arguments: dict[str, Any]) -> Group:
+    """The hyper-parameters among a constructor's `locals()`."""
+    return {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
+
+
 @dataclass
 class Part:
     """Something a step updates in place: a tensor, its gradient, and its state."""

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer
+from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given
 from ortho_vit.stiefel import (
     cayley,
     identity,
@@ -329,9 +329,7 @@ class StiefelSGD(MomentumStiefel, FreeSGD):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z",), outside=("U",))
@@ -366,9 +364,7 @@ class StiefelAdam(MomentumStiefel, FreeAdam):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z", "p"), outside=("U", "q"))

@@ -7,7 +7,7 @@ exactly.  W has rank 2m: where that is less than n the inverse is taken of a 2m 
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeSGD, Group, Params, State
+from ortho_vit.optim.base import FreeSGD, Group, Params, State, given
 from ortho_vit.stiefel import identity, polar
 
 
@@ -55,9 +55,7 @@ class MomentumlessStiefelSGD(FreeSGD):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}

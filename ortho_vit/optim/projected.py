@@ -11,7 +11,7 @@ Y = XC + AD: the iteration runs on the m × m coefficients C and D, so a step co
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer
+from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given
 from ortho_vit.stiefel import identity, qr
 
 
@@ -79,9 +79,7 @@ class ProjectedStiefelSGD(ProjectedStiefel, FreeSGD):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
@@ -116,9 +114,7 @@ class ProjectedStiefelAdam(ProjectedStiefel, FreeAdam):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)

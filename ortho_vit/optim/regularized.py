@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, Part, State, StiefelOptimizer
+from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, Part, State, StiefelOptimizer, given
 
 
 class Regularized(StiefelOptimizer):
@@ -52,9 +52,7 @@ class RegularizedSGD(Regularized, FreeSGD):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
@@ -85,9 +83,7 @@ class RegularizedAdam(Regularized, FreeAdam):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        )
+        super().__init__(params, given(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
