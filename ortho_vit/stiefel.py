@@ -60,6 +60,9 @@ def project_tangent(X: Tensor, G: Tensor) -> Tensor:
 
 def cayley(M: Tensor) -> Tensor:
     """(I − M/2)⁻¹ (I + M/2): orthogonal for skew M, and expm(M) to second order."""
+    require_matrices("cayley", M)
+    if M.shape[-2] != M.shape[-1]:
+        raise ValueError(f"cayley: needs square matrices, got {tuple(M.shape)}")
     return torch.linalg.solve(identity(M) - M / 2, identity(M) + M / 2)
 
 
@@ -74,9 +77,13 @@ def random_stiefel(
     QR of a Gaussian matrix with the signs fixed so that diag(R) > 0, without which the draw is not uniform.
     """
     size = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    if len(size) < 2:
-        raise ValueError(f"random_stiefel: needs at least two dimensions, got {tuple(size)}")
     dtype = dtype or torch.get_default_dtype()
+    if len(size) < 2 or min(size) < 1:
+        raise ValueError(
+            f"random_stiefel: needs at least two dimensions, none of them empty, got {tuple(size)}"
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(f"random_stiefel: needs a real floating-point dtype, got {dtype}")
     A = torch.randn(size, dtype=working_dtype(dtype), device=device, generator=generator)
     Q = qr(A) if is_tall(A) else qr(A.mT).mT
     return polar(Q).to(dtype).contiguous()  # what QR leaves of rounding
@@ -96,14 +103,23 @@ def orthogonality_error(x: Tensor | nn.Module) -> float:
     """
     if isinstance(x, nn.Module):
         return max((orthogonality_error(p) for p in x.parameters() if hasattr(p, "matrices")), default=0.0)
+    require_matrices("orthogonality_error", x)
     X = (x.matrices() if hasattr(x, "matrices") else x.detach()).double()
     A = X.mT @ X if is_tall(X) else X @ X.mT
     return (A - torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)).abs().max().item()
 
 
+def require_matrices(who: str, X: Tensor) -> None:
+    if X.ndim < 2 or X.numel() == 0:
+        shape = tuple(X.shape)
+        raise ValueError(f"{who}: needs at least two dimensions, none of them empty, got {shape}")
+    if not X.is_floating_point():
+        raise ValueError(f"{who}: needs a real floating-point dtype, got {X.dtype}")
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision to compute in: float32 for what is narrower, itself otherwise."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
@@ -118,6 +134,7 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
     """
     if inner_steps is not None and inner_steps < 1:
         raise ValueError(f"polar: inner_steps must be at least 1, got {inner_steps}")
+    require_matrices("polar", X)
     if is_tall(X):
         return polar(X.mT, inner_steps=inner_steps).mT.contiguous()
     dtype, X = X.dtype, X.to(working_dtype(X.dtype))
@@ -244,13 +261,14 @@ def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
     q = rows[torch.bucketize(bound, edges)].unbind(-3)
     R = q[0] * M
     if worst > reaches[0]:
-        R = torch.addcmul(R, q[1], M2)
+        R.addcmul_(q[1], M2)
     if worst > reaches[1]:
         M3 = symmetric_matmul(M, M2)
-        R = torch.addcmul(R, q[2], M3)
+        R.addcmul_(q[2], M3)
     if worst > reaches[2]:
-        C = torch.addcmul(torch.addcmul(q[3] * M, q[4], M2), q[5], M3)
-        R = R + symmetric_matmul(C, M3)
+        C = (q[3] * M).addcmul_(q[4], M2).addcmul_(q[5], M3)
+        del M2
+        R.add_(symmetric_matmul(C, M3))
     return (R, wide) if Y is None else ((Y - identity(M)) + symmetric_matmul(R, Y), wide)
 
 

@@ -1,5 +1,6 @@
 """Every snippet of the README runs: Python is executed, commands are parsed by what they call."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -8,7 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks import sharding_model
+from ortho_vit import list_models
+from ortho_vit.models import find_checkpoint
 from ortho_vit.training.cli import main
+from ortho_vit.training.export import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,6 +26,13 @@ def blocks(language: str) -> list[str]:
 COMMANDS = [
     line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
 ]
+
+
+def skip_without_weights(text: str) -> None:
+    """Names of weights that are not in checkpoints/ cannot be tried; those of the zoo's table are tested elsewhere."""
+    for name in re.findall(r"ortho_vit_\w+\.\w+", text):
+        if name not in list_models(pretrained=True):
+            pytest.skip(f"{name} is not in checkpoints/")
 
 
 @pytest.fixture
@@ -38,6 +50,7 @@ def pictures(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice about loggers and workers
 @pytest.mark.parametrize("snippet", blocks("python"), ids=lambda s: s.splitlines()[0])
 def test_python_snippets_run(snippet, pictures):
+    skip_without_weights(snippet)
     exec(
         compile(snippet.replace("pretrained=True", "pretrained=False"), "README.md", "exec"), {}
     )  # no network here
@@ -47,10 +60,14 @@ def test_python_snippets_run(snippet, pictures):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
 def test_training_commands_are_understood(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    skip_without_weights(command)
     words = shlex.split(command)
     arguments = [w for w in words[words.index("train.py") + 1 :] if w not in ("--ckpt_path", "last")]
+    if arguments[0] == "export":
+        assert parse([*arguments[1:], "--ckpt_path", "last.ckpt"]).name == "my_pictures"
+        return
     with pytest.raises(SystemExit) as stop:
-        main(["fit", *arguments, "--print_config"])
+        main([*(["fit"] if arguments[0].startswith("-") else []), *arguments, "--print_config"])
     assert stop.value.code == 0
     assert "ortho_vit" in capsys.readouterr().out
 
@@ -73,3 +90,26 @@ def test_the_table_of_the_zoo_is_true():
         with torch.device("meta"):
             model = create_model(name, constraint=None)
         assert sum(p.numel() for p in model.parameters()) == int(count.replace(",", ""))
+
+
+def test_the_table_of_accuracies_is_true_to_the_cards():
+    rows = re.findall(r"^\| (none|within|across)[\w ]*, (\w+) \| (.*) \| (.*) \|$", README, re.MULTILINE)
+    assert len(rows) == 4
+    for constraint, optimizer, *cells in rows:
+        tag = f"{constraint}_{optimizer.lower().replace('stiefel', 'stiefel_')}"
+        for name, cell in zip(
+            (f"ortho_vit_nano.cifar10_{tag}", f"ortho_vit_digits.digits_{tag}"), cells, strict=True
+        ):
+            if name in list_models(pretrained=True):
+                assert cell == f"{100 * find_checkpoint(name).card.accuracy['test/accuracy']:.2f} %"
+
+
+def test_experiments_of_the_readme_have_the_options_they_are_given(monkeypatch, capsys):
+    for module, options in re.findall(r"python -m (ortho_vit\.experiments\.\w+)(.*)", "\n".join(COMMANDS)):
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(module).main([*shlex.split(options), "--help"])
+        assert stop.value.code == 0
+
+
+def test_the_page_on_sharding_has_the_table_its_script_prints():
+    assert sharding_model.table(sharding_model.Machine()) in (ROOT / "docs/sharding.md").read_text()

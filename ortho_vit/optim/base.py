@@ -13,20 +13,19 @@ kept under `master`.
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ortho_vit.parameter import StiefelParameter, cut_blocks
+from ortho_vit.optim.sharding import Sharded
+from ortho_vit.optim.stack import Part, Stack, State, blocks_of, wide
+from ortho_vit.parameter import StiefelParameter
 from ortho_vit.stiefel import orthogonality_error, polar, working_dtype
 
 Group = dict[str, Any]
-State = dict[str, Any]
 Params = Iterable[Any]
 
 REFRESH = 16  # steps between two measurements of X Xᵀ; in between, rounding adds some 3e-8 a step in float32
@@ -37,35 +36,46 @@ def given(arguments: dict[str, Any]) -> Group:
     return {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
 
 
-@dataclass
-class Part:
-    """Something a step updates in place: a tensor, its gradient, and its state."""
-
-    tensor: Tensor
-    grad: Tensor
-    state: State
-
-
-class StiefelOptimizer(Optimizer):
+class StiefelOptimizer(Sharded):
     """The base of every optimizer here.  A family defines the four methods that come first."""
 
     exact = True  # the family claims to stay on the manifold, so rounding is taken out
     starts_on_manifold = True
 
+    def __init__(self, params: Params, defaults: Group) -> None:
+        self.__setstate__({})
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._stacks: dict[Any, Stack] = {}
+        super().__setstate__(state)
+
     def check(self, group: Group) -> None:
         """Raise ValueError for a hyper-parameter out of range."""
-        self.require(group, "lr", lambda lr: 0 <= float(lr) < math.inf, "must be finite and >= 0")
+        self.require(group, "lr", lambda lr: 0 <= lr < math.inf, "must be finite and >= 0")
         self.require(
-            group, "stiefel_lr", lambda lr: lr is None or 0 <= float(lr) < math.inf, "must be finite and >= 0"
+            group, "stiefel_lr", lambda lr: lr is None or 0 <= lr < math.inf, "must be finite and >= 0"
         )
+        if "shard_stiefel" in group:
+            self.require(
+                group,
+                "shard_stiefel",
+                lambda n: isinstance(n, int) and n >= 0,
+                "must be true, false or a number of ranks",
+            )
         self.require(group, "weight_decay", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
 
     def new_state(self, X: Tensor, group: Group) -> State:
         """The state of blocks X (B, m, n) before the first step: a batch of B each."""
         raise NotImplementedError
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
-        """Move the blocks X (B, m, n), m ≤ n, and their state in place; `state["step"]` counts from 1."""
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
+        """Move the blocks X (B, m, n), m ≤ n, and their state in place; `state["step"]` counts from 1.
+
+        `scratch` is memory like X to work in, or None.  It may be G, which is then lost; G itself is not to be written.
+        """
         raise NotImplementedError
 
     def refresh(self, X: Tensor, state: State) -> None:
@@ -77,7 +87,11 @@ class StiefelOptimizer(Optimizer):
         raise NotImplementedError
 
     def require(self, group: Group, name: str, holds: Callable[[Any], bool], rule: str) -> None:
-        if not holds(group[name]):
+        try:
+            good = bool(holds(group[name]))
+        except (TypeError, RuntimeError):  # of another type, or a tensor of several numbers
+            good = False
+        if not good:
             raise ValueError(f"{type(self).__name__}: {name} {rule}, got {group[name]!r}")
 
     # ------------------------------------------------------------------------------------------ parameters come in
@@ -116,8 +130,16 @@ class StiefelOptimizer(Optimizer):
         raise KeyError("not a parameter of this optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the float32 state of narrower parameters stays float32."""
+        """As torch's, but the float32 state of narrower parameters stays float32, and `shard_stiefel` as it is here."""
+        sharded = [group.get("shard_stiefel") for group in self.param_groups]
+        for group in state_dict["param_groups"]:
+            if missing := sorted(self.defaults.keys() - group.keys() - {"shard_stiefel"}):
+                raise ValueError(
+                    f"{type(self).__name__}: the state is of another optimizer: it has no {missing[0]!r}"
+                )
         super().load_state_dict(state_dict)
+        for group, value in zip(self.param_groups, sharded, strict=True):
+            group["shard_stiefel"] = value
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
         ours = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(saved, ours, strict=True):
@@ -136,8 +158,11 @@ class StiefelOptimizer(Optimizer):
         self._check_gradients(
             [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         )
+        self.deal_blocks()
         for group in self.param_groups:
             self._step_group(group)
+        if (spoilt := self.exchange_blocks()) is not None:
+            raise self._overflow(spoilt)
         return loss
 
     def _check_gradients(self, parameters: list[Tensor]) -> None:
@@ -165,17 +190,21 @@ class StiefelOptimizer(Optimizer):
             if isinstance(p, StiefelParameter):
                 alike.setdefault(self._stack_key(p, part, group), []).append((p, part))
             else:
-                free.append(part)
-        stacks = [Stack(members) for members in alike.values()]
+                free.append(Part(part.tensor, part.grad.to(part.tensor.dtype), part.state))
+        stacks = [self._stack(members) for members in alike.values()]
+        self._step_free(free, stacks, group)
         for stack in stacks:
             self._step_stack(stack, group)
-            free += stack.free
-        if free:
-            self.free_step(free, group)
-        for stack in stacks:
-            stack.write_back()
         if narrow:
             torch._foreach_copy_([p for p, _ in narrow], [master for _, master in narrow])
+
+    def _step_free(self, free: list[Part], stacks: list[Stack], group: Group) -> None:
+        rows = [stack.free_parts() for stack in stacks]
+        if free or any(rows):
+            self.free_step([*free, *(part for parts in rows for part in parts)], group)
+        for stack, parts in zip(stacks, rows, strict=True):
+            for part in parts:
+                stack.put_free(part)
 
     def _part(self, p: Tensor) -> Part:
         """The tensor to step: p itself, or its float32 master."""
@@ -185,36 +214,52 @@ class StiefelOptimizer(Optimizer):
             return Part(p, p.grad, state)
         if "master" not in state:
             state["master"] = p.to(dtype)
-        return Part(state["master"], p.grad.to(dtype), state)
+        return Part(state["master"], p.grad, state)
 
     def _stack_key(self, p: StiefelParameter, part: Part, group: Group) -> Any:
         """Parameters of one key are stepped as one batch: all alike under `foreach`, each by itself otherwise."""
         if "step" not in part.state:
-            part.state.update(
-                self.new_state(wide(cut_blocks(part.tensor, p.blocks, p.rows).flatten(0, -3)), group),
-                step=0,
-                free={},
-            )
+            part.state.update(self.new_state(wide(blocks_of(p, part.tensor)), group), step=0, free={})
         part.state["step"] += 1
         if not (part.tensor.is_cuda if group["foreach"] is None else group["foreach"]):
             return id(p)
         return p.shape, p.blocks, p.rows, part.tensor.dtype, part.tensor.device, part.state["step"]
 
-    def _step_stack(self, stack: "Stack", group: Group) -> None:
-        X, G = wide(stack.X), wide(stack.G)
-        if self.exact and stack.state["step"] % REFRESH == 1 and group.get("inner_steps") is None:
-            self.refresh(X, stack.state)
+    def _stack(self, members: list[tuple[StiefelParameter, Part]]) -> Stack:
+        """These members as a stack: the one of the last step, if it still holds them."""
+        parameters, parts = [p for p, _ in members], [part for _, part in members]
+        key = tuple(map(id, parameters))
+        stack = self._stacks.get(key)
+        if stack is None or not stack.hold(parts):
+            stack = self._stacks[key] = Stack(parameters, parts)
+        return stack
+
+    def _step_stack(self, stack: Stack, group: Group) -> None:
+        start, stop = self.share_of(stack)
+        if start == stop:
+            return
+        X, G, state = stack.open(start, stop)
+        scratch = None if stack.alone else G
+        if group["maximize"]:
+            G = scratch = torch.neg(G, out=scratch)
         try:
-            self.stiefel_step(X, -G if group["maximize"] else G, stack.state, stiefel_lr(group), group)
+            if self.exact and state["step"] % REFRESH == 1 and group.get("inner_steps") is None:
+                self.refresh(X, state)
+            self.stiefel_step(X, G, state, stiefel_lr(group), group, scratch)
         except (
             FloatingPointError,
             ValueError,
             torch.linalg.LinAlgError,
         ):  # nothing finite, or of full rank, is left
-            name = self.name_of(stack.parameters[0])
-            raise RuntimeError(
-                f"{type(self).__name__}: {name}: the step overflowed; lower the learning rate"
-            ) from None
+            if not self.is_shared(stack):
+                raise self._overflow(stack.parameters[0]) from None
+            X.fill_(math.nan)  # which all ranks will see
+        stack.close()
+
+    def _overflow(self, parameter: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}: {self.name_of(parameter)}: the step overflowed; lower the learning rate"
+        )
 
 
 def stiefel_lr(group: Group) -> float:
@@ -231,70 +276,6 @@ def all_finite(tensors: list[Tensor]) -> bool:
     if math.isfinite(torch.stack([n if together else n.cpu() for n in norms]).sum().item()):
         return True
     return all(t.isfinite().all() for t in tensors)  # a norm may have overflowed where no entry did
-
-
-def wide(X: Tensor) -> Tensor:
-    """Blocks as rows: those stored as columns, transposed.  Square ones are read as columns, as the paper does."""
-    return X if X.shape[-2] < X.shape[-1] else X.mT
-
-
-class Stack:
-    """Parameters that are alike, laid out as one batch of blocks X; alone, a parameter is stepped where it lies."""
-
-    def __init__(self, members: list[tuple[StiefelParameter, Part]]) -> None:
-        self.parameters = [p for p, _ in members]
-        self.parts = [part for _, part in members]
-        p, states = self.parameters[0], [part.state for part in self.parts]
-        self.alone = len(members) == 1
-        self.tensor = (
-            self.parts[0].tensor if self.alone else torch.stack([part.tensor for part in self.parts])
-        )
-        grad = self.parts[0].grad if self.alone else torch.stack([part.grad for part in self.parts])
-        self.blocks = cut_blocks(self.tensor, p.blocks, p.rows)
-        self.X = self.blocks.reshape(-1, p.rows // p.blocks, p.shape[-1])
-        self.G = cut_blocks(grad, p.blocks, p.rows).reshape(self.X.shape)
-        self.state = states[0] if self.alone else _gather(states, torch.cat)
-        self.free: list[Part] = []
-        if p.rows < p.shape[-2]:
-            state = states[0]["free"] if self.alone else _gather([s["free"] for s in states], torch.stack)
-            self.free.append(Part(free_rows(p, self.tensor), free_rows(p, grad), state))
-
-    def write_back(self) -> None:
-        """Copy to where they came from: blocks that could not be a view, and whatever was stacked."""
-        if self.X.data_ptr() != self.blocks.data_ptr():
-            self.blocks.copy_(self.X.view(self.blocks.shape))
-        if self.alone:
-            return
-        torch._foreach_copy_([part.tensor for part in self.parts], list(self.tensor.unbind()))
-        states = [part.state for part in self.parts]
-        _scatter(self.state, states, lambda x: x.chunk(len(states)))
-        if self.free:
-            _scatter(self.free[0].state, [s["free"] for s in states], torch.unbind)
-
-
-def free_rows(p: StiefelParameter, x: Tensor) -> Tensor:
-    return x.narrow(-2, p.rows, x.shape[-2] - p.rows)
-
-
-def _gather(states: list[State], join: Callable[[list[Tensor]], Tensor]) -> State:
-    """One state for a stack: tensors joined; counters, which are equal, from the first."""
-    return {
-        key: join([s[key] for s in states]) if isinstance(value, Tensor) and value.ndim else value
-        for key, value in states[0].items()
-        if key not in ("free", "master")
-    }
-
-
-def _scatter(state: State, states: list[State], cut: Callable[[Tensor], Iterable[Tensor]]) -> None:
-    """The inverse of `_gather`, also of what a first step has added."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            pieces = list(cut(value)) if value.ndim else [value] * len(states)
-            if key not in states[0]:
-                for s, piece in zip(states, pieces, strict=True):
-                    s[key] = piece.clone()
-            else:
-                torch._foreach_copy_([s[key] for s in states], pieces)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

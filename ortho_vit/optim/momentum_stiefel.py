@@ -15,6 +15,7 @@ X Xᵀ and X Uᵀ is taken out every `REFRESH` steps, and after a step so large 
 Names with a tilde in formulas are deviations from I, which is how small factors are kept: E = I + Ẽ is `E` in the code.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -56,16 +57,21 @@ def sgd_step(
     momentum: float,
     dampening: float,
     flow: Flow,
+    scratch: Tensor | None = None,
 ) -> None:
-    """Algorithm 1 on blocks X (B, m, n), in place; U is None where m = n."""
+    """Algorithm 1 on blocks X (B, m, n), in place; U is None where m = n.
+
+    `scratch` is memory like X to work in.  It may be G, which is then lost.
+    """
     kick, half = 1 - dampening, 1 / (2 * (1 - flow.a))  # (1−b)/2 = 1/(2(1−a))
     if U is None:
         K = torch.bmm(X, G.mT)
-        Z.mul_(momentum).sub_(K - K.mT, alpha=kick * half)
-        move_square(X, lr * Z, flow)
+        Z.mul_(momentum).sub_(torch.sub(K, K.mT, out=scratch), alpha=kick * half)
+        del K
+        move_square(X, torch.mul(Z, lr, out=scratch), flow)
         return
-    H = turned_(U, Z, lr, momentum, flow).sub_(G, alpha=kick)
-    Ht = H.mT
+    turned_(U, Z, lr, momentum, flow).sub_(G, alpha=kick)
+    H, Ht = U, U.mT
     K = torch.bmm(X, Ht)  # −(1−τ) X Gᵀ, because X Uᵀ = 0
     Kt = K.mT
     Z.mul_(momentum).add_(K - Kt, alpha=half)
@@ -76,69 +82,77 @@ def sgd_step(
     far, lost = look_ahead(size, lr, size, K)
     Y, H, Kt, S, W = in_double(far, X, H, Kt, S, lr * Z)
     factors = small_factors(W, lr**2 * S, Y, flow)
-    V = torch.baddbmm(H, factors.B, H)
-    BK = plus_one(factors.B, Kt)
-    C = plus_one_T(factors.E, S)
+    T = None if far else scratch
+    D = plus_one_T(factors.E, S)
+    C, D = torch.add(Kt, D, alpha=lr), plus_one(factors.B, D)
     if flow.integrator == "isometric":
-        C, carried = torch.baddbmm(torch.add(BK, C, alpha=lr), factors.B, C, alpha=lr), V
-    else:
-        C, carried = torch.add(Kt, C, alpha=lr), H
-    moved = torch.baddbmm(Y, torch.sub(factors.A, BK, alpha=lr), Y)
-    if far:
-        U.copy_(torch.baddbmm(carried, C, Y, alpha=-1))
-        X.copy_(moved.add_(V, alpha=lr))
-    else:
-        torch.baddbmm(carried, C, Y, alpha=-1, out=U)
-        torch.add(moved, V, alpha=lr, out=X)
-    put_back(X, U, factors.rough, lost)
+        C = torch.add(plus_one(factors.B, Kt), D, alpha=lr)
+        H.add_(torch.bmm(factors.B, H, out=T))
+    H.baddbmm_(C, Y, alpha=-1)  # U⁺, from which X⁺ follows:  X⁺ = (I + A + η²D) X + ηU⁺, printed (I + B) U⁺
+    T = torch.baddbmm(H, torch.add(factors.A, D, alpha=lr**2), Y, beta=lr, out=T)
+    if flow.integrator == "paper":
+        T.baddbmm_(factors.B, H, alpha=lr)
+    close(X, Y.add_(T), U, H, factors.rough, lost)
 
 
 def adam_step(
-    X: Tensor, G: Tensor, state: State, lr: float, betas: tuple[float, float], eps: float, flow: Flow
+    X: Tensor,
+    G: Tensor,
+    state: State,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    flow: Flow,
+    scratch: Tensor | None = None,
 ) -> None:
-    """Algorithm 2 on blocks X (B, m, n), in place; the state has no U and q where m = n."""
+    """Algorithm 2 on blocks X (B, m, n), in place; the state has no U and q where m = n.  `scratch`: see `sgd_step`."""
     Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
     beta1, beta2 = betas
     c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
 
-    def rescaled(momentum: Tensor, second: Tensor) -> Tensor:
-        return momentum / second.sqrt().mul_(c1 / c2**0.5).add_(c1 * eps)
+    def rescaled(momentum: Tensor, second: Tensor, out: Tensor | None = None) -> Tensor:
+        scale = torch.sqrt(second, out=out).mul_(c1 / c2**0.5).add_(c1 * eps)
+        return torch.div(momentum, scale, out=scale)
 
     K = torch.bmm(X, G.mT)
     f = (K - K.mT).mul_(1 / (2 * (1 - flow.a)))
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
+    g = None
     if U is not None and q is not None:
-        g = torch.baddbmm(G, K.mT, X, alpha=-1)
+        g = torch.baddbmm(G, K.mT, X, alpha=-1, out=scratch)
         q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         turned_(U, Z, lr, beta1, flow).sub_(g, alpha=1 - beta1)  # U½
     Z.mul_(beta1).sub_(f, alpha=1 - beta1)
     if U is None or q is None:
-        move_square(X, lr * rescaled(Z, p), flow)
+        del K, f
+        move_square(X, rescaled(Z, p, out=scratch).mul_(lr), flow)
         return
     # Ũ = V − LX is never formed: its Gram matrix is V Vᵀ − L Lᵀ, and its part in X goes with the factors of X.
-    V = rescaled(U, q)
+    V = rescaled(U, q, out=g)
     L, T = torch.bmm(V, X.mT), torch.bmm(U, V.mT)  # U½ Ũᵀ = U½ Vᵀ, because U½ Xᵀ = 0
     S = torch.baddbmm(symmetric_matmul(V, V.mT), L, L.mT, alpha=-1)
     size = torch.linalg.matrix_norm(U)
     far, lost = look_ahead(torch.linalg.matrix_norm(S).sqrt(), lr, size, K)
-    Y, V, L, S, T, W = in_double(far, X, V, L, S, T, lr * rescaled(Z, p))
+    Y, H, V, L, S, T, W = in_double(far, X, U, V, L, S, T, rescaled(Z, p).mul_(lr))
     factors = small_factors(W, lr**2 * S, Y, flow)
-    C = lr * plus_one_T(factors.E, T)
+    C = plus_one_T(factors.E, T).mul_(lr)
     if flow.integrator == "isometric":  # scaled to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
         shrink = torch.where(size > 0, size / torch.hypot(size, torch.linalg.matrix_norm(C)), 1.0)[
             ..., None, None
         ]
-        U.mul_(shrink)
+        H.mul_(shrink)
         C.mul_(shrink)
-    moved = torch.baddbmm(Y, torch.sub(factors.A, plus_one(factors.B, L), alpha=lr), Y)
-    BV = torch.baddbmm(V, factors.B, V)
-    if far:
-        U.sub_(torch.bmm(C, Y))
-        X.copy_(moved.add_(BV, alpha=lr))
-    else:
-        U.baddbmm_(C, X, alpha=-1)
-        torch.add(moved, BV, alpha=lr, out=X)
-    put_back(X, U, factors.rough, lost)
+    H.baddbmm_(C, Y, alpha=-1)
+    moved = torch.baddbmm(V, torch.sub(factors.A, plus_one(factors.B, L), alpha=lr), Y, beta=lr)
+    close(X, Y.add_(moved.baddbmm_(factors.B, V, alpha=lr)), U, H, factors.rough, lost)
+
+
+def close(X: Tensor, Y: Tensor, U: Tensor, H: Tensor, *marks: Tensor | None) -> None:
+    """End a step at X⁺ = Y and U⁺ = H, which are X and U themselves unless they were moved in float64."""
+    if Y is not X:
+        X.copy_(Y)
+        U.copy_(H)
+    put_back(X, U, *marks)
 
 
 def move_square(X: Tensor, W: Tensor, flow: Flow) -> None:
@@ -206,7 +220,7 @@ def small_factors(W: Tensor, P: Tensor | None, X: Tensor, flow: Flow) -> Factors
     roots, rough = inverse_sqrts(unknown)
     if M is not None and not printed:
         root = roots.pop(0)
-        E = W + root + symmetric_matmul(W, root, sign=-1)
+        E = symmetric_matmul(W, root, sign=-1).add_(W).add_(root)
     if flow.expm != "euler":
         rough = torch.ones(len(W), dtype=torch.bool, device=W.device)
     if not roots:
@@ -282,7 +296,7 @@ class MomentumStiefel(StiefelOptimizer):
 
 
 def is_metric(a: Any) -> bool:
-    return a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and a < 1)
+    return a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and -math.inf < a < 1)
 
 
 def new_momentum(X: Tensor, within: tuple[str, ...], outside: tuple[str, ...]) -> State:
@@ -310,6 +324,8 @@ class StiefelSGD(MomentumStiefel, FreeSGD):
         integrator: "isometric", stable at any learning rate, or "paper", the algorithm as printed.
         inner_steps: so many Newton–Schulz iterations in the retraction; None: to working precision.
         foreach: step parameters of one shape as one batch; None: on a GPU.
+        shard_stiefel: in a data-parallel run, step a share of the constrained blocks on each rank and exchange them: among
+            all ranks (True), or within groups of so many consecutive ones, such as the 8 of a node.
         maximize: ascend.
     """
 
@@ -327,6 +343,7 @@ class StiefelSGD(MomentumStiefel, FreeSGD):
         integrator: Integrator = "isometric",
         inner_steps: int | None = None,
         foreach: bool | None = None,
+        shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
         super().__init__(params, given(locals()))
@@ -334,10 +351,11 @@ class StiefelSGD(MomentumStiefel, FreeSGD):
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z",), outside=("U",))
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
-        sgd_step(
-            X, G, state["Z"], state.get("U"), lr, group["momentum"], group["dampening"], self.flow(group)
-        )
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
+        Z, U, flow = state["Z"], state.get("U"), self.flow(group)
+        sgd_step(X, G, Z, U, lr, group["momentum"], group["dampening"], flow, scratch)
 
 
 class StiefelAdam(MomentumStiefel, FreeAdam):
@@ -362,6 +380,7 @@ class StiefelAdam(MomentumStiefel, FreeAdam):
         integrator: Integrator = "isometric",
         inner_steps: int | None = None,
         foreach: bool | None = None,
+        shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
         super().__init__(params, given(locals()))
@@ -369,5 +388,7 @@ class StiefelAdam(MomentumStiefel, FreeAdam):
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z", "p"), outside=("U", "q"))
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
-        adam_step(X, G, state, lr, group["betas"], group["eps"], self.flow(group))
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
+        adam_step(X, G, state, lr, group["betas"], group["eps"], self.flow(group), scratch)

@@ -53,6 +53,7 @@ class MomentumlessStiefelSGD(FreeSGD):
         weight_decay: float = 0.0,
         stiefel_lr: float | None = None,
         foreach: bool | None = None,
+        shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
         super().__init__(params, given(locals()))
@@ -60,5 +61,7 @@ class MomentumlessStiefelSGD(FreeSGD):
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
         cayley_step(X, G, lr)

@@ -77,6 +77,7 @@ class ProjectedStiefelSGD(ProjectedStiefel, FreeSGD):
         cayley_steps: int = 5,
         qr_every: int | None = 100,
         foreach: bool | None = None,
+        shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
         super().__init__(params, given(locals()))
@@ -84,7 +85,9 @@ class ProjectedStiefelSGD(ProjectedStiefel, FreeSGD):
     def new_state(self, X: Tensor, group: Group) -> State:
         return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
         M = state["M"].mul_(group["momentum"]).sub_(G, alpha=1 - group["dampening"])
         M.copy_(projected_step(X, M, lr, None, group["cayley_steps"]))
         self.retract(X, state, group)
@@ -112,6 +115,7 @@ class ProjectedStiefelAdam(ProjectedStiefel, FreeAdam):
         cayley_steps: int = 5,
         qr_every: int | None = 100,
         foreach: bool | None = None,
+        shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
         super().__init__(params, given(locals()))
@@ -120,7 +124,9 @@ class ProjectedStiefelAdam(ProjectedStiefel, FreeAdam):
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
         return {"m": zeros, "v": X.new_zeros(len(X), 1, 1)}
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
         beta1, beta2 = group["betas"]
         c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
         m = state["m"].mul_(beta1).add_(G, alpha=1 - beta1)

@@ -57,7 +57,9 @@ class RegularizedSGD(Regularized, FreeSGD):
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
         self.penalize(X, group)
         self.move(X, G, state, lr, group)
 
@@ -89,7 +91,9 @@ class RegularizedAdam(Regularized, FreeAdam):
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
         return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
-    def stiefel_step(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
+    def stiefel_step(
+        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    ) -> None:
         self.penalize(X, group)
         moments = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         self.move(X, G, {**moments, "step": torch.tensor(float(state["step"] - 1))}, lr, group)
