@@ -9,6 +9,9 @@ O becomes the constrained block and P a free core after it.  Attention that is a
 qᵀk = (P_q O_q x)ᵀ(P_k O_k y) = (P_k P_q O_q x)ᵀ(O_k y), so there one core C = P_k P_q a head is enough, on q, and the
 biases become P_k b_q and P_k⁻¹ b_k.  Where something else may happen to q or k first (a norm, a rotation), and
 "across", where P mixes heads, each keeps a core of its own, and the biases stay.
+
+`projections="qk+mlp"` constrains the MLPs as well: fc1 ∈ ℝ^(hidden × d_model) has orthonormal columns and fc2 orthonormal
+rows, or the other way round where the hidden layer is the narrower one.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ Constraint = Literal["within", "across"] | None
 Choice = (
     Constraint | Literal["none", "default"]
 )  # "none" is None, for `timm.create_model` drops keywords that are None
-Projections = Literal["q", "qk", "qkv"]
+Projections = Literal["q", "qk", "qkv", "qk+mlp"]
 Init = Literal["polar", "random", "keep"]
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -47,7 +50,7 @@ def orthogonalize(
     Args:
         constraint: "within" (each head's projection is orthonormal), "across" (all heads of a projection together), or
             None, which leaves the model as it is.
-        projections: which of W^Q, W^K, W^V.
+        projections: which of W^Q, W^K, W^V; "qk+mlp" adds both layers of every MLP, each as one block.
         init: "polar" takes the nearest orthonormal blocks, "random" uniform ones, "keep" the values as they are (for
             weights that are about to be loaded).
         preserve: keep the network's function, with a free core after each constrained projection (see above).  With
@@ -65,6 +68,8 @@ def orthogonalize(
         raise ValueError(
             f"orthogonalize: no attention of {type(model).__name__} projects any of {projections!r}"
         )
+    if projections.endswith("+mlp"):
+        tasks += _mlp_tasks(model)
     with torch.no_grad():
         if init != "keep":
             _check_values(tasks)
@@ -97,6 +102,11 @@ def _check_arguments(constraint: object, projections: object, init: object, pres
         raise ValueError(
             "orthogonalize: preserve=True keeps the weights' function, so init must be 'polar', not 'random'"
         )
+    if preserve and projections == "qk+mlp":
+        raise ValueError(
+            "orthogonalize: preserve=True has no core for an MLP, so projections must be 'q', 'qk' or 'qkv', "
+            "not 'qk+mlp'"
+        )
 
 
 # ------------------------------------------------------------------------------------------ what is to be done
@@ -106,7 +116,7 @@ def _check_arguments(constraint: object, projections: object, init: object, pres
 class Task:
     """Constrain the first `rows` rows of one weight as `blocks` blocks."""
 
-    attention: Attention
+    attention: Attention  # or an MLP, with the same fields
     projection: Projection
     blocks: int
     rows: int
@@ -130,7 +140,8 @@ def _tasks(
     tasks = []
     for projection in attention.projections:
         count = next(
-            (i for i, part in enumerate(projection.parts) if part not in projections), len(projection.parts)
+            (i for i, part in enumerate(projection.parts) if part not in projections.partition("+")[0]),
+            len(projection.parts),
         )
         if count:
             blocks = count * projection.heads if constraint == "within" else count
@@ -142,15 +153,31 @@ def _tasks(
     return tasks
 
 
-def _check(task: Task, constraint: Constraint) -> None:
-    weight, path = task.projection.weight, task.projection.path
-    if type(weight) not in (nn.Parameter, StiefelParameter):
-        raise ValueError(f"orthogonalize: {path} is a {type(weight).__name__}, not a plain nn.Parameter")
-    if isinstance(task.projection.owner, CoredLinear):
+def _mlp_tasks(model: nn.Module) -> list[Task]:
+    """Both layers of every module with an fc1 and an fc2, each as a single block."""
+    tasks = []
+    for path, module in model.named_modules():
+        layers = {name: getattr(module, name, None) for name in ("fc1", "fc2")}
+        if not all(isinstance(layer, nn.Linear) for layer in layers.values()):
+            continue
+        prefix = f"{path}." if path else ""
+        for name, layer in layers.items():
+            assert isinstance(layer, nn.Linear)
+            projection = Projection(f"{prefix}{name}.weight", layer, "weight", name, heads=1)
+            owner = Attention(path, module, (projection,))
+            tasks.append(Task(owner, projection, blocks=1, rows=layer.out_features, merged=False))
+            _check_weight(tasks[-1])
+    if not tasks:
         raise ValueError(
-            f"orthogonalize: {path} already has a core, from preserve=True; start from the original model"
+            f"orthogonalize: no MLP found in {type(model).__name__}; looked for modules with nn.Linear children "
+            "named fc1 and fc2; use projections='qk'"
         )
-    check_blocks(weight, task.blocks, task.rows)
+    return tasks
+
+
+def _check(task: Task, constraint: Constraint) -> None:
+    _check_weight(task)
+    weight, path = task.projection.weight, task.projection.path
     height, d_model, heads = task.rows // task.blocks, weight.shape[1], task.projection.heads
     if height > d_model:
         size = f"heads·d_k = {heads}·{height // heads}" if constraint == "across" else "d_k"
@@ -159,6 +186,17 @@ def _check(task: Task, constraint: Constraint) -> None:
             f"orthogonalize: {path} cannot be orthonormal {constraint} heads: {size} = {height} rows do not fit in "
             f"d_model = {d_model} dimensions{remedy}"
         )
+
+
+def _check_weight(task: Task) -> None:
+    weight, path = task.projection.weight, task.projection.path
+    if type(weight) not in (nn.Parameter, StiefelParameter):
+        raise ValueError(f"orthogonalize: {path} is a {type(weight).__name__}, not a plain nn.Parameter")
+    if isinstance(task.projection.owner, CoredLinear):
+        raise ValueError(
+            f"orthogonalize: {path} already has a core, from preserve=True; start from the original model"
+        )
+    check_blocks(weight, task.blocks, task.rows)
 
 
 def _check_values(tasks: list[Task]) -> None:

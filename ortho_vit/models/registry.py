@@ -33,7 +33,7 @@ def create_model(
         pretrained: load the weights: a checkpoint of ours by that name if there is one, otherwise timm's.
         constraint: "within", "across" or None; see `orthogonalize`.  By default what the checkpoint was trained with;
             without one, "within" for the zoo's models and None for timm's.
-        projections: which of W^Q, W^K, W^V are constrained.
+        projections: which of W^Q, W^K, W^V are constrained, and with "qk+mlp" the MLPs; see `orthogonalize`.
         preserve: constrain without changing the function that the weights compute; see `orthogonalize`.
         checkpoints: folder or https address of the checkpoints, by default ORTHO_VIT_CHECKPOINTS or the repository's.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
@@ -50,7 +50,11 @@ def create_model(
         )
     if ours:
         kwargs["constraint"] = "none"  # until orthogonalize
-    model = timm.create_model(name, pretrained, **kwargs)
+    try:
+        model = timm.create_model(name, pretrained, **kwargs)
+    except (TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+        given = {key: value for key, value in kwargs.items() if key != "constraint"}
+        raise ValueError(f"{name} cannot be built with {given}: {' '.join(str(error).split())}") from error
     choice["constraint"] = resolve(constraint, "within" if ours else None)
     return orthogonalize(model, **choice)
 

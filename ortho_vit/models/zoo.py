@@ -10,8 +10,8 @@
     ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
 
 Besides timm's own keywords each takes `constraint` ("within", "across" or "none"; by default "within", or what loaded
-weights were trained with) and `projections` ("q", "qk" or "qkv").  "none" stands for None, because `timm.create_model`
-drops keywords that are None.
+weights were trained with) and `projections` ("q", "qk", "qkv" or "qk+mlp").  "none" stands for None, because
+`timm.create_model` drops keywords that are None.
 """
 
 import dataclasses
@@ -99,6 +99,11 @@ def _build(
         feature_cfg={"out_indices": 3, "feature_cls": "getter"},
         **{**architecture, **kwargs},
     )
+    image, patch = model.patch_embed.img_size[0], model.patch_embed.patch_size[0]
+    if image % patch:
+        raise ValueError(
+            f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would not be seen"
+        )
     init: Init = "keep" if pretrained else "polar"
     orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
     if pretrained:

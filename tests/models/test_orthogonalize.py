@@ -163,6 +163,23 @@ def test_projections_says_how_many_of_q_k_and_v_are_constrained(constraint, proj
         assert parameter.blocks == (parts * 4 if constraint == "within" else parts)
 
 
+@pytest.mark.parametrize("mlp_ratio", [2, 1, 0.5])
+def test_with_the_mlp_both_layers_are_orthonormal_along_their_shorter_side(mlp_ratio):
+    model = orthogonalize(vit(mlp_ratio=mlp_ratio), "within", projections="qk+mlp")
+    hidden = int(48 * mlp_ratio)
+    for block in model.blocks:
+        assert (block.attn.qkv.weight.blocks, block.attn.qkv.weight.rows) == (2 * 4, 2 * 48)
+        assert block.mlp.fc1.weight.matrices().shape == (1, hidden, 48)
+        assert block.mlp.fc2.weight.matrices().shape == (1, 48, hidden)
+    assert len(list(stiefel_parameters(model))) == 2 * 3
+    assert orthogonality_error(model) < MANIFOLD
+    assert model.orthogonal["projections"] == "qk+mlp"
+
+
+def test_a_model_without_an_mlp_says_so():
+    refuses(timm.layers.Attention(48, num_heads=4), "no MLP found in Attention", projections="qk+mlp")
+
+
 @pytest.mark.parametrize("build", [*TIMM, torchvision_vit])
 @pytest.mark.parametrize("constraint", ["within", "across"])
 def test_every_layout_of_attention_is_constrained_and_still_runs(build, constraint):
@@ -361,7 +378,8 @@ def test_rows_that_do_not_fit_are_told_with_their_numbers():
     ("arguments", "match"),
     [
         ({"constraint": "inside"}, "constraint must be one of 'within', 'across', None, got 'inside'"),
-        ({"projections": "kv"}, "projections must be one of 'q', 'qk', 'qkv', got 'kv'"),
+        ({"projections": "kv"}, "projections must be one of 'q', 'qk', 'qkv', 'qk\\+mlp', got 'kv'"),
+        ({"projections": "qk+mlp", "preserve": True}, "preserve=True has no core for an MLP"),
         ({"init": "zero"}, "init must be one of 'polar', 'random', 'keep', got 'zero'"),
         ({"init": "random", "preserve": True}, "preserve=True keeps .* init must be 'polar'"),
     ],

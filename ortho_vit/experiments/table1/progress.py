@@ -1,0 +1,92 @@
+"""Where a sweep stands: what is done, what runs and how far it is, how long the rest will take."""
+
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from ortho_vit.experiments.table1.runs import Run
+
+
+def overview(runs: Sequence[Run]) -> list[str]:
+    """A line on the whole, and one on each run that is under way."""
+    states = [run.state() for run in runs]
+    count = Counter(states)
+    done = count["finished"] + count["diverged"]
+    left = count["interrupted"] + count["waiting"]
+    parts = [f"{done} of {len(runs)} runs done", f"{count['running']} running", f"{left} left"]
+    if count["diverged"]:
+        parts[0] += f" ({count['diverged']} diverged)"
+    if count["interrupted"]:
+        parts[2] += f" ({count['interrupted']} begun)"
+    if (seconds := remaining(runs, states)) is not None:
+        parts.append(f"about {duration(seconds)} to go")
+    lines = [", ".join(parts)]
+    for run, state in zip(runs, states, strict=True):
+        if state == "running":
+            lines.append(f"  {run.name}  {_where(run)}  ({run.owner()})")
+    return lines
+
+
+def _where(run: Run) -> str:
+    progress = run.progress
+    if not progress:
+        return "starting"
+    epoch = min(progress["epoch"] + 1, progress["epochs"])
+    return f"epoch {epoch}/{progress['epochs']}  step {progress['step']}/{progress['steps']}"
+
+
+def remaining(runs: Sequence[Run], states: Sequence[str]) -> float | None:
+    """Seconds until all is done, from the time a step took so far, if as many run as now.
+
+    None before anything is known, and when nothing runs.
+    """
+    seconds = steps = todo = 0.0
+    length = 0
+    for run, state in zip(runs, states, strict=True):
+        progress = None if state == "waiting" else run.progress
+        if progress:
+            seconds, steps = seconds + progress["seconds"], steps + progress["step"]
+            length = max(length, progress["steps"])
+        if state not in ("finished", "diverged"):
+            todo += 1 - (progress["step"] / progress["steps"] if progress else 0)
+    running = sum(state == "running" for state in states)
+    return todo * length * seconds / steps / running if steps and running else None
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if hours < 2 else f"{hours:.1f} h"
+
+
+class Display:
+    """Lines that stay, and on a terminal below them the overview, always current; elsewhere it comes once a minute."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self._live = sys.stdout.isatty()
+        self._lines = 0
+        self._shown = 0.0
+
+    def say(self, line: str) -> None:
+        self._erase()
+        print(line, flush=True)
+
+    def show(self) -> None:
+        if not self._live and time.monotonic() - self._shown < 60:
+            return
+        self._shown = time.monotonic()
+        self._erase()
+        lines = overview(self.runs)
+        if self._live:  # a line that wraps could not be erased
+            lines = [line[: shutil.get_terminal_size().columns - 1] for line in lines]
+        print("\n".join(lines), flush=True)
+        self._lines = len(lines)
+
+    def _erase(self) -> None:
+        if self._live and self._lines:
+            print(f"\033[{self._lines}A\033[J", end="")
+        self._lines = 0

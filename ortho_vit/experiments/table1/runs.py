@@ -1,0 +1,219 @@
+"""A run: a row and a seed in a folder of its own.
+
+run.json        row, seed and the arguments that make the run what it is
+config.yaml     the whole configuration
+checkpoints/    last.ckpt, from which it resumes exactly
+progress.json   where it is
+result.json     written once, at its end; a run that has one is done
+log.txt         what it said
+lock            claimed by an OS lock (flock), which ends with the process that trains, however that ends
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ortho_vit.experiments.table1.rows import PRESETS, Row
+from ortho_vit.training.compose import UsageError
+from ortho_vit.training.recorder import write_json
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+State = Literal["finished", "diverged", "running", "interrupted", "waiting"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Where runs are kept, and what they have in common."""
+
+    out: Path
+    preset: str
+    data: str
+    overrides: tuple[str, ...] = ()  # of the preset, for all runs
+    machine: tuple[str, ...] = ()  # arguments that make no difference to the result
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset}-{self.data.lower()}"
+
+    def run(self, row: Row, seed: int) -> "Run":
+        config = f"configs/paper/{self.data.lower()}/{row.config}.yaml"
+        common = (*PRESETS[self.preset].arguments, *self.overrides)
+        seeds = ("--seed_everything", str(seed), "--data.seed", str(seed))
+        arguments = ("--config", config, *common, *row.arguments, *seeds)
+        folder = self.out.resolve() / self.name / row.name / f"seed{seed}"
+        return Run(row, seed, folder, arguments, self.machine)
+
+    def seeds(self) -> tuple[int, ...]:
+        """Those that have a folder in any row."""
+        names = {path.name for path in (self.out / self.name).glob("*/seed*")}
+        return tuple(sorted(int(name.removeprefix("seed")) for name in names))
+
+
+@dataclass(frozen=True)
+class Run:
+    row: Row
+    seed: int
+    folder: Path
+    arguments: tuple[str, ...]
+    machine: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.name}/seed{self.seed}"
+
+    @property
+    def command(self) -> str:
+        """What makes it again, as it was made if it was."""
+        stored = _read(self.folder / "run.json")
+        return shlex.join(["python", "train.py", *(stored["arguments"] if stored else self.arguments)])
+
+    @property
+    def commit(self) -> str | None:
+        """The version of the code that it was last started with, if that is known."""
+        return (_read(self.folder / "run.json") or {}).get("commit")
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        return _read(self.folder / "result.json")
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        return _read(self.folder / "progress.json")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        path = self.folder / "checkpoints" / "last.ckpt"
+        return path if path.is_file() else None
+
+    @property
+    def error(self) -> str:
+        """The last error that its log has."""
+        log = self.folder / "log.txt"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        errors = re.findall(r"^(?:error: |\w*Error: )(.*)$", text, re.MULTILINE)
+        return errors[-1][:300] if errors else f"see {log}"
+
+    def state(self) -> State:
+        if result := self.result:
+            return result["status"]
+        if self._is_claimed():
+            return "running"
+        return "interrupted" if self.checkpoint else "waiting"
+
+    def check(self) -> None:
+        """Raise UsageError where the folder holds a run with other arguments."""
+        stored = _read(self.folder / "run.json")
+        if stored is None or stored["arguments"] == list(self.arguments):
+            return
+        theirs = [a for a in stored["arguments"] if a not in self.arguments]
+        ours = [a for a in self.arguments if a not in stored["arguments"]]
+        raise UsageError(
+            f"{self.folder} was run with other arguments ({' '.join(theirs) or 'fewer'} there, "
+            f"{' '.join(ours) or 'fewer'} now); give the same ones, or choose another --out"
+        )
+
+    # -------------------------------------------------------------------------------- claiming and starting
+
+    def claim(self) -> IO[str] | None:
+        """The lock file, locked, if this run is to be done and nobody else does it."""
+        if self.result:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / "lock").open("a+", encoding="utf-8")
+        if _lock(lock, fcntl.LOCK_EX, attempts=3) and not self.result:
+            return lock
+        lock.close()
+        return None
+
+    def start(self, lock: IO[str], environment: Mapping[str, str]) -> subprocess.Popen:
+        """Begin or resume, as a process that inherits the claim: it is given up when that process ends."""
+        with lock:
+            what = {"row": self.row.name, "seed": self.seed, "arguments": self.arguments}
+            write_json(self.folder / "run.json", what | {"commit": commit(REPOSITORY)})
+            arguments = [*self.arguments, *self.machine, "--trainer.default_root_dir", str(self.folder)]
+            if self.checkpoint:
+                arguments += ["--ckpt_path", str(self.checkpoint)]
+            else:
+                (self.folder / "config.yaml").unlink(missing_ok=True)
+            with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "train.py", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=REPOSITORY,
+                    env=environment,
+                    pass_fds=(lock.fileno(),),
+                    start_new_session=True,  # Ctrl-C is for the sweep, which then stops its runs
+                )
+            lock.truncate(0)
+            lock.write(f"{socket.gethostname()}, process {process.pid}")
+        return process
+
+    def owner(self) -> str:
+        """Who has, or had, the claim."""
+        lock = self.folder / "lock"
+        return lock.read_text(encoding="utf-8") if lock.is_file() else ""
+
+    def _is_claimed(self) -> bool:
+        try:
+            with (self.folder / "lock").open(encoding="utf-8") as lock:
+                return not _lock(lock, fcntl.LOCK_SH)
+        except FileNotFoundError:
+            return False
+
+
+def _lock(file: IO[str], kind: int, attempts: int = 1) -> bool:
+    """Try for a lock, more than once where a look at the state may be in the way for an instant."""
+    for attempt in range(attempts):
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if attempt + 1 < attempts:
+                time.sleep(0.05)
+    return False
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def commit(repository: Path) -> str | None:
+    """Git's name for the code, "-dirty" where it was changed since; None where git does not know it."""
+    command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def environment(slot: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
+    """For the run in one of `workers` slots: its share of the cores, and a GPU of its own.
+
+    A run is one process on one device; what SLURM says about tasks and nodes is meant for the sweep.
+    """
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // workers)))
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    return variables
+
+
+def _cores() -> int:
+    """Those this process may use; not every system can tell them from those there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

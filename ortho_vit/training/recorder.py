@@ -1,0 +1,178 @@
+"""The result of a run as a file, for programs that compare runs.
+
+    progress.json   every few seconds: epoch and step, of how many, and the seconds spent
+    result.json     once, at the end:  "status" is "finished" or "diverged"; the test set's loss and accuracy, a curve
+                    with a point an epoch, seconds, orthogonality error, versions
+
+A run whose loss, gradient or step is no longer finite, or that left the manifold it should keep, has diverged.  That is
+a result, with its step and reason; any other error leaves no `result.json`.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+
+from ortho_vit.parameter import stiefel_parameters
+from ortho_vit.stiefel import orthogonality_error
+from ortho_vit.training.checkpoints import is_trial
+
+DIVERGED = re.compile("not finite|overflowed|left the manifold")  # or a FloatingPointError
+_PROGRESS_SECONDS = 2.0
+
+
+class Recorder(Callback):
+    """Writes `result.json` and `progress.json` into the run's folder; see the top of this file.
+
+    The test set is evaluated after every epoch for the curve, and nothing is chosen by it.  `seconds` is the time spent
+    training, without those evaluations, over all the parts of a run that was resumed.
+    """
+
+    def __init__(self) -> None:
+        self.curve: list[dict[str, Any]] = []
+        self.seconds = self.evaluation_seconds = 0.0
+        self.folder: Path | None = None
+        self._mark = self._written = 0.0
+        self._steps = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and not is_trial(trainer):
+            self.folder = Path(trainer.log_dir or trainer.default_root_dir)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._steps = int(trainer.estimated_stepping_batches)
+        self._mark = time.monotonic()
+        self._write_progress(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._count_time()
+        if self._mark - self._written > _PROGRESS_SECONDS:
+            self._write_progress(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._count_time()
+        if self.curve and self.curve[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
+            return
+        metrics = trainer.callback_metrics
+        point = {
+            "epoch": trainer.current_epoch + 1,
+            "step": trainer.global_step,
+            "train_loss": _number(metrics.get("train/loss")),
+            "train_accuracy": _number(metrics.get("train/accuracy")),
+            **evaluate(trainer, pl_module),
+            "orthogonality": _orthogonality(pl_module),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "seconds": round(self.seconds, 2),
+        }
+        self.curve.append(point)
+        self.evaluation_seconds += time.monotonic() - self._mark
+        self._mark = time.monotonic()
+        self._write_progress(trainer)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        test = {f"test_{name}": _number(metrics.get(f"test/{name}")) for name in ("accuracy", "loss")}
+        self._write_result(pl_module, {"status": "finished", "step": trainer.global_step, **test})
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, FloatingPointError) or DIVERGED.search(str(exception)):
+            reason = re.sub(r" with samples [\d, ]+", "", " ".join(str(exception).split()))[:200]
+            self._write_result(
+                pl_module, {"status": "diverged", "step": trainer.global_step, "reason": reason}
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"curve": self.curve, "seconds": [self.seconds, self.evaluation_seconds]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.curve = list(state_dict["curve"])
+        self.seconds, self.evaluation_seconds = state_dict["seconds"]
+
+    # --------------------------------------------------------------------------------------------- writing
+
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        self.seconds += now - self._mark
+        self._mark = now
+
+    def _write_progress(self, trainer: L.Trainer) -> None:
+        self._written = time.monotonic()
+        if self.folder is not None and trainer.is_global_zero:
+            progress: dict[str, Any] = {"epoch": trainer.current_epoch, "epochs": trainer.max_epochs}
+            seconds = round(self.seconds + self.evaluation_seconds, 1)
+            progress |= {"step": trainer.global_step, "steps": self._steps, "seconds": seconds}
+            write_json(self.folder / "progress.json", progress)
+
+    def _write_result(self, pl_module: L.LightningModule, result: dict[str, Any]) -> None:
+        if self.folder is None or pl_module.global_rank:
+            return
+        result |= {
+            "seconds": round(self.seconds, 1),
+            "orthogonality": _orthogonality(pl_module),
+            "parameters": sum(p.numel() for p in pl_module.parameters()),
+            "curve": self.curve,
+            "versions": _versions(pl_module.device),
+        }
+        write_json(self.folder / "result.json", result)
+
+
+@torch.no_grad()
+def evaluate(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
+    """Loss and accuracy on the test set, as `test` would find them now; the model trains on afterwards."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data.setup("test")
+    pl_module.eval()
+    loss = correct = count = 0.0
+    for images, labels in data.test_dataloader():
+        images, labels = images.to(pl_module.device), labels.to(pl_module.device)
+        with trainer.precision_plugin.forward_context():
+            logits = pl_module.model(images)  # type: ignore[operator]
+        loss += F.cross_entropy(logits.float(), labels, reduction="sum").item()
+        correct += (logits.argmax(-1) == labels).sum().item()
+        count += len(labels)
+    pl_module.train()
+    return {"test_loss": _number(loss / count), "test_accuracy": correct / count}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all: beside the target first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no NaN and no infinity: null says that there is no number."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _orthogonality(pl_module: L.LightningModule) -> float | None:
+    constrained = any(True for _ in stiefel_parameters(pl_module))
+    return _number(orthogonality_error(pl_module)) if constrained else None
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    threads = str(torch.get_num_threads())
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "device": name,
+        "threads": threads,
+    }

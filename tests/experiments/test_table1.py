@@ -1,0 +1,64 @@
+"""The whole of it on a few random pictures: real runs, one of them killed, resumed, reported."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from ortho_vit.experiments.table1 import sweep as sweep_module
+from ortho_vit.experiments.table1.__main__ import main
+from ortho_vit.experiments.table1.progress import Display
+from ortho_vit.experiments.table1.rows import ROWS
+from ortho_vit.experiments.table1.runs import Sweep
+
+TINY = ["--trainer.max_epochs", "4", "--data.batch_size", "32", "--checkpoints.every_n_steps", "1"]
+CHOSEN = ["within_stiefel_sgd", "within_stiefel_sgd_qk_mlp"]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """CIFAR-10 as it is laid out, with 40 pictures a file."""
+    folder = tmp_path / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        records = generator.integers(0, 256, (40, 1 + 3072), dtype=np.uint8)
+        records[:, 0] %= 10
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    return folder.parent
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_a_kill_and_is_reported(tmp_path, pictures, monkeypatch, capsys):
+    plan = Sweep(tmp_path / "out", "reduced", "CIFAR10")
+    killed, other = (plan.run(ROWS[name], 0) for name in CHOSEN)
+    options = ["--preset", "reduced", "--out", str(tmp_path / "out")]
+    run = ["run", *options, "--root", str(pictures), "--seeds", "1", "--workers", "2", "--rows", *CHOSEN]
+    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.02)
+
+    def kill_once_it_has_a_checkpoint(display):
+        if killed.checkpoint and killed.state() == "running":
+            os.kill(int(killed.owner().split()[-1]), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "show", kill_once_it_has_a_checkpoint)
+        assert main([*run, "--", *TINY]) == 1
+    assert (killed.state(), other.state()) == ("interrupted", "finished")
+    assert "error: within_stiefel_sgd/seed0: was killed by SIGKILL" in capsys.readouterr().err
+
+    assert main([*run, "--", *TINY]) == 0
+    assert "resumed within_stiefel_sgd/seed0" in capsys.readouterr().out
+    result = killed.result
+    assert result
+    assert [point["epoch"] for point in result["curve"]] == [1, 2, 3, 4]
+    assert {"config.yaml", "history.csv", "checkpoints", "log.txt"} <= {
+        p.name for p in killed.folder.iterdir()
+    }
+
+    assert main([*run]) == 2  # without what followed the dashes
+    assert "was run with other arguments" in capsys.readouterr().err
+    assert main(["status", *options, "--seeds", "1", "--rows", *CHOSEN]) == 0
+    assert capsys.readouterr().out == "2 of 2 runs done, 0 running, 0 left\n"
+    assert main(["report", *options]) == 0
+    assert f"{100 * (1 - result['test_accuracy']):.2f} | 1 | 8.32 ± 0.39" in capsys.readouterr().out

@@ -1,0 +1,239 @@
+"""Rows, statistics, tables, figures, and the page that shows them."""
+
+import ortho_vit  # before anything imports torchvision
+
+# isort: split
+import json
+from pathlib import Path
+
+import pytest
+import scipy.stats
+
+from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.table1 import figures, tables
+from ortho_vit.experiments.table1.__main__ import main, make_parser
+from ortho_vit.experiments.table1.compare import Difference, difference, paper_difference, summarize
+from ortho_vit.experiments.table1.records import collect, load
+from ortho_vit.experiments.table1.rows import FACTORS, GROUPS, PAPER, ROWS, choose
+from ortho_vit.experiments.table1.runs import Sweep
+from ortho_vit.training.cli import CommandLine
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+
+
+def entry(row: str, seed: int, error: float | None, **other) -> dict:
+    run = {"row": row, "seed": seed, "status": "finished" if error is not None else "diverged", "step": 7}
+    run |= {"test_accuracy": None if error is None else 1 - error / 100, "versions": "torch 2"}
+    return run | {"seconds": 60.0, "orthogonality": 1e-7, **other}
+
+
+def made(*table: dict) -> Result:
+    return Result("reduced-cifar10", {"preset": "reduced", "data": "CIFAR10"}, table=list(table))
+
+
+SAMPLE = made(
+    entry("within_stiefel_sgd", 0, 10.0),
+    entry("within_stiefel_sgd", 1, 12.0),
+    entry("within_stiefel_sgd", 2, None),
+    entry("none_sgd", 0, 13.0, orthogonality=None),
+    entry("none_sgd", 1, 14.0, orthogonality=None),
+    entry("none_sgd", 2, 15.0, orthogonality=None),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_every_row_of_the_table_is_a_configuration_and_the_other_way_round(data):
+    assert {path.stem for path in (REPOSITORY / "configs/paper" / data).glob("*.yaml")} == set(PAPER)
+
+
+def test_groups_share_the_runs_they_have_in_common():
+    def count(*groups, seeds=(0, 1, 2)):
+        return len(choose(groups, (), seeds))
+
+    assert count("table") == count() == 16 * 3
+    assert count("own") == 3 * 3
+    assert count("learning-rate") == 2 * len(FACTORS)
+    assert count("projections") == 4
+    assert (
+        count("all") == 48 + 9 + 10 + 3
+    )  # the paper's rate with either integrator, and QK, are there already
+
+
+def test_rows_are_chosen_by_pattern_from_all_groups():
+    chosen = {row.name for row, _ in choose((), ["*_qk?", "none_adam*"], (0,))}
+    assert chosen == {"within_stiefel_sgd_qkv", "none_adam", "none_adamw"}
+    assert {row.name for row, _ in choose(["own"], ["*adam*"], (0,))} == {"within_stiefel_adam_isometric"}
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("3", (0, 1, 2)), ("4,", (4,)), ("0,4,7", (0, 4, 7))])
+def test_seeds_are_a_number_or_a_list(text, seeds):
+    assert make_parser().parse_args(["--seeds", text]).seeds == seeds
+
+
+def test_every_reference_is_a_row():
+    assert {row.reference for row in ROWS.values() if row.reference} <= set(ROWS)
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "group", "blocks"),
+    [
+        ("within_stiefel_adam_isometric", {"lr": 1e-3, "integrator": "isometric"}, 2 * 6 * 4),
+        ("within_projected_stiefel_sgd_one_rate", {"lr": 0.1, "stiefel_lr": 0.1}, 2 * 6 * 4),
+        ("within_stiefel_sgd_rate_x0.25", {"lr": 0.0375, "integrator": "paper"}, 2 * 6 * 4),
+        ("within_stiefel_sgd_isometric_rate_x8", {"lr": 1.2, "integrator": "isometric"}, 2 * 6 * 4),
+        ("within_stiefel_sgd_q", {"lr": 0.15, "integrator": "paper"}, 6 * 4),
+        ("within_stiefel_sgd_qk_mlp", {"lr": 0.15, "integrator": "paper"}, (2 * 6 + 2) * 4),
+    ],
+)
+def test_a_row_of_our_own_is_what_it_says(name, group, blocks, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    command = CommandLine(list(Sweep(Path("out"), "reduced", "CIFAR10").run(ROWS[name], 3).arguments))
+    (made,) = command.model.make_optimizer().param_groups
+    assert {key: made[key] for key in group} == group
+    assert sum(len(p.matrices()) for _, p in ortho_vit.stiefel_parameters(command.model)) == blocks
+    data, trainer = command.datamodule, command.trainer
+    assert (data.seed, data.autoaugment, data.crop, data.flip, data.val_size) == (3, False, True, True, 0)
+    assert (trainer.max_epochs, command.model.hparams["name"]) == (10, "ortho_vit_pico")
+    assert command.model.hparams["label_smoothing"] == 0.1
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_a_diverged_run_is_counted_and_not_averaged():
+    summary = summarize(SAMPLE, "within_stiefel_sgd")
+    assert (summary.mean, summary.diverged) == (pytest.approx(11.0), {2: 7})
+    assert summary.std == pytest.approx(2**0.5)  # of a sample
+    assert summarize(SAMPLE, "none_sgd").orthogonality is None
+
+
+def test_differences_are_paired_by_seed():
+    paired = difference(SAMPLE, "within_stiefel_sgd", "none_sgd")
+    assert paired.values == pytest.approx([-3.0, -2.0])
+    assert (paired.n, paired.better) == (2, 2)
+
+
+@pytest.mark.parametrize("values", [[-3.0, -2.0], [0.1, -0.4, 0.2], [1.0, 1.1, 0.9, 1.3, 1.2]])
+def test_the_p_value_is_that_of_the_paired_t_test(values):
+    expected = scipy.stats.ttest_rel(values, [0.0] * len(values)).pvalue
+    assert Difference(values).p == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [0.5, 0.5]])
+def test_without_a_spread_there_is_no_p_value(values):
+    assert Difference(values).p is None
+
+
+def test_the_papers_differences_are_those_of_its_table():
+    assert paper_difference("within_stiefel_sgd", "none_sgd", "CIFAR100") == pytest.approx(30.20 - 32.61)
+    assert paper_difference("within_stiefel_sgd_isometric", "none_sgd", "CIFAR10") is None
+
+
+# --------------------------------------------------------------------------------------------------- tables, figures
+
+
+def test_the_table_shows_errors_runs_and_the_papers_figure():
+    lines = tables.rows_table(SAMPLE, GROUPS["table"]).splitlines()
+    assert len(lines) == 2 + 16
+    (line,) = [line for line in lines if line.startswith("| StiefelSGD | within")]
+    cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+    expected = ["11.00 ± 1.41", "2, and 1 diverged at step 7", "8.32 ± 0.39", "SGD, none", "-2.50 ± 0.71"]
+    assert cells[2:] == [*expected, "0.126", "60 s", "1e-07"]
+
+
+def test_every_finding_names_rows_that_exist():
+    pairs = [pair for finding in tables.FINDINGS for pair in finding.pairs]
+    assert {name for pair in pairs for name in pair} <= set(ROWS)
+    assert len(tables.FINDINGS) == 5
+
+
+def test_only_what_stands_between_the_markers_of_a_sweep_is_replaced():
+    def marked(sweep, inside):
+        return f"<!-- {sweep}: projections -->\n{inside}<!-- end -->"
+
+    page = f"before\n{marked('reduced-cifar10', 'old')}\nbetween\n{marked('paper-cifar10', 'kept')}\nafter"
+    filled = tables.fill(page, SAMPLE)
+    block = tables.projections_table(SAMPLE)
+    assert filled == page.replace("old", f"{block}\n")
+    assert tables.fill(filled, SAMPLE) == filled
+
+
+def test_a_report_is_written_from_whatever_is_finished(tmp_path, capsys):
+    plan = Sweep(tmp_path, "reduced", "CIFAR10")
+    curve = [
+        {"epoch": e, "train_loss": 2.0 / e, "train_accuracy": 0.3, "test_loss": 2.0, "test_accuracy": 0.4}
+        | {"orthogonality": None, "lr": 0.1}
+        for e in (1, 2)
+    ]
+    for name, seed in (("none_sgd", 0), ("none_sgd", 6), ("within_stiefel_sgd_rate_x2", 0)):
+        run = plan.run(ROWS[name], seed)
+        run.folder.mkdir(parents=True)
+        result = entry(name, seed, 20.0 + seed) | {"test_loss": 1.0, "parameters": 9, "curve": curve}
+        (run.folder / "result.json").write_text(json.dumps(result | {"versions": {"torch": "2"}}))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- reduced-cifar10: table -->\n<!-- end -->\n")
+    arguments = ["report", "--preset", "reduced", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert "| SGD | none | 23.00 ± 4.24 | 2 |" in capsys.readouterr().out
+    assert main([*arguments, "--to", str(tmp_path / "docs"), "--page", str(page)]) == 0
+    assert "| SGD | none | 23.00 ± 4.24 | 2 |" in page.read_text()
+    written = {path.name.removeprefix("reduced-cifar10") for path in (tmp_path / "report").iterdir()}
+    figures_drawn = {"-curves.png", "-errors.png", "-learning-rate.png"}
+    assert written == {".json", ".csv", ".md", "-rows.csv", *figures_drawn}
+    seeds = [plan.run(row, seed) for row, seed in choose(["all"], (), (0, 6))]
+    loaded = load(tmp_path / "report", plan.name)
+    assert loaded.table == collect(plan, seeds).table
+    assert loaded.series["none_sgd 6"]["train_loss"] == [2.0, 1.0]
+
+
+def test_a_sweep_without_runs_has_tables_and_no_figures(tmp_path):
+    assert "| SGD | none | – | 0 |" in tables.rows_table(made(), GROUPS["table"])
+    assert figures.draw(made(), tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------------- command and page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--rows", "within_stifel_sgd"],
+            "no row matches 'within_stifel_sgd'; did you mean within_stiefel_sgd?",
+        ),
+        (["--seeds", "0"], "must be a number above 0 or a list such as 0,4,7, got 0"),
+        (["--seeds", "1,1"], "must be a number above 0 or a list such as 0,4,7, got 1,1"),
+        (["--workers", "0"], "--workers must be at least 1, got 0"),
+        (["--root", "nowhere"], "CIFAR10: nothing found in"),
+        (
+            ["--group", "own", "--rows", "none_sgd"],
+            "no row of own matches none_sgd; leave out one of the two",
+        ),
+        (["--prest"], "unrecognized arguments: --prest"),
+        (["report", "--page", "page.md"], "page.md has no marker <!-- paper-cifar10: table -->"),
+    ],
+)
+def test_a_wrong_command_is_answered_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.md").write_text("no markers")
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_the_page_has_the_tables_of_the_results_beside_it():
+    page = (DOCS / "table1.md").read_text(encoding="utf-8")
+    results = [path.stem for path in sorted((DOCS / "table1").glob("*.json"))]
+    assert "reduced-cifar10" in results
+    for name in results:
+        result = load(DOCS / "table1", name)
+        assert tables.fill(page, result) == page
+        assert all(f"<!-- {name}: {block} -->" in page for block in tables.blocks(result))
+        drawn = {path.name for path in (DOCS / "table1").glob(f"{name}-*.png")}
+        assert drawn == {f"{name}-{figure}.png" for figure in figures.available(result)}
