@@ -37,4 +37,3 @@ def test_errors_after_a_hundred_thousand_steps_are_no_larger_than_after_a_hundre
     assert worst["late"].keys() == worst["early"].keys()
     for what, error in worst["late"].items():
         assert error <= worst["early"][what], (what, worst)
-    print(worst)

@@ -85,6 +85,10 @@ def _own() -> Iterable[Row]:
     name = "within_projected_stiefel_sgd"
     one_rate = ("--model.optimizer.init_args.stiefel_lr", "0.1")
     yield Row(f"{name}_one_rate", "ProjectedStiefelSGD, one rate", "within", name, one_rate, reference=name)
+    as_stiefel = ("--model.optimizer.init_args.lr", f"{LEARNING_RATE:g}")
+    yield Row(
+        "none_sgd_same_rate", "SGD, lr of StiefelSGD", "none", "none_sgd", as_stiefel, reference="none_sgd"
+    )
 
 
 def rate_row(integrator: str, factor: float) -> str:
