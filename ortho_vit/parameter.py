@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator
 from multiprocessing import reduction
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,15 @@ class StiefelParameter(nn.Parameter):
         count = self.shape[-2] - self.rows
         return self.detach().narrow(-2, self.rows, count) if count else None
 
+    def _refuse_sharding(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"a StiefelParameter of shape {tuple(self.shape)} cannot be sharded: FSDP would cut its blocks apart and drop "
+            "the constraint; use DistributedDataParallel, with shard_stiefel=True in the optimizer"
+        )
+
+    _fsdp_orig_uid = property(None, _refuse_sharding)  # fully_shard writes this on what it takes
+    _fsdp_flattened = property(_refuse_sharding, _refuse_sharding)  # FullyShardedDataParallel reads this
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StiefelParameter(blocks={self.blocks}, rows={self.rows}) containing:\n{self.data!r}"
 
@@ -86,6 +95,8 @@ reduction.register(
 
 def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
     """The number of constrained rows, if `data` can be cut that way."""
+    if not isinstance(data, Tensor):
+        raise TypeError(f"StiefelParameter: needs a tensor, got {type(data).__name__}; use torch.tensor")
     what = f"StiefelParameter of shape {tuple(data.shape)}"
     if data.ndim < 2 or data.numel() == 0:
         raise ValueError(f"{what}: needs at least two dimensions, none of them empty")
@@ -94,6 +105,8 @@ def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
     rows = data.shape[-2] if rows is None else rows
     if not 1 <= rows <= data.shape[-2]:
         raise ValueError(f"{what}: rows must be in [1, {data.shape[-2]}], got {rows}")
+    if not isinstance(rows, int) or not isinstance(blocks, int):
+        raise TypeError(f"{what}: rows and blocks must be integers, got {rows} and {blocks}")
     if blocks < 1 or rows % blocks:
         raise ValueError(f"{what}: blocks must divide the {rows} constrained rows, got {blocks}")
     if blocks > 1 and rows < data.shape[-2] and math.prod(data.shape[:-2]) > 1:
@@ -126,6 +139,10 @@ def constrain(
     `init` is "polar" (the nearest orthonormal blocks), "random" (uniform ones) or "keep" (the values as they are).  The
     parameter stays the same object, so weights that are tied, hooked or already in an optimizer remain so.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"constrain: needs a module, got {type(module).__name__}; use StiefelParameter for a tensor"
+        )
     parameter = module._parameters.get(name)
     if parameter is None:
         have = ", ".join(k for k, p in module._parameters.items() if p is not None) or "none"
@@ -140,7 +157,10 @@ def constrain(
     parameter.data = laid_out(parameter.data, blocks, rows)
     X = cut_blocks(parameter.detach(), blocks, rows)
     if init == "polar":
-        X.copy_(polar(X))
+        try:
+            X.copy_(polar(X))
+        except ValueError as error:
+            raise ValueError(f"constrain: {name!r}: {error}; init='random' starts afresh") from error
     elif init == "random":
         X.copy_(random_stiefel(*X.shape, dtype=X.dtype, device=X.device))
     parameter.__class__ = StiefelParameter

@@ -72,9 +72,12 @@ def sinkhorn(
     gradient flows through.
     """
     _check_positive("sinkhorn", reg=reg, max_sweeps=max_sweeps)
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"sinkhorn: tolerance must be at least 0, got {tolerance}")
     a, b, C, batch = _check_problem("sinkhorn", a, b, C)
     tolerance = _default_tolerance(C.dtype) if tolerance is None else tolerance
     warm = None if potentials is None else _check_potentials(potentials[1], b, batch) / reg
+    _check_scale("sinkhorn", C, reg)
     parts = [
         _solve(a[s], b[s], C[s] / -reg, None if warm is None else warm[s], tolerance, max_sweeps)
         for s in _slices(len(C), C[0].numel(), C.device)
@@ -348,15 +351,18 @@ def _is_flat(U: Tensor, now: _Evaluation, tolerance: float, sinkhorn_tolerance: 
 def _start_projection(start: Tensor | None, x: Tensor, k: int, batch: torch.Size) -> Tensor:
     """The identity's first k columns for every pair, or `start` checked and made orthonormal to rounding."""
     d = x.shape[-1]
-    if not 1 <= k <= d:
+    if not isinstance(k, int) or not 1 <= k <= d:
         raise ValueError(f"projection_robust_wasserstein: k must be between 1 and d = {d}, got {k}")
     if start is None:
         return torch.eye(d, k, dtype=x.dtype, device=x.device).repeat(len(x), 1, 1)
-    if start.shape[-2:] != (d, k):
+    if start.shape[-2:] != (d, k) or start.shape[:-2] not in ((), batch):
         raise ValueError(
             f"projection_robust_wasserstein: start must be (…, {d}, {k}), got {tuple(start.shape)}"
         )
-    return polar(start.detach().to(x).expand(*batch, d, k).reshape(-1, d, k).clone())
+    try:
+        return polar(start.detach().to(x).expand(*batch, d, k).reshape(-1, d, k).clone())
+    except ValueError as error:
+        raise ValueError(f"projection_robust_wasserstein: start: {error}") from error
 
 
 def _default_optimizer(
@@ -429,6 +435,13 @@ def _riemannian_gradient(parameter: Tensor, maximize: bool) -> tuple[Tensor, Ten
     if not isinstance(parameter, StiefelParameter) or parameter.grad is None:
         raise ValueError("RGAS and RAGAS move StiefelParameters that have a gradient, and nothing else")
     U = parameter.matrices()
+    if parameter.rows < parameter.shape[-2] or U.shape[-2] < U.shape[-1]:
+        shape = tuple(parameter.shape)
+        raise ValueError(
+            f"RGAS and RAGAS move frames of columns without free rows, got {shape}; transpose it"
+        )
+    if not parameter.grad.isfinite().all():
+        raise FloatingPointError("RGAS and RAGAS: the gradient is not finite; nothing was changed")
     G = parameter.grad.reshape(U.shape)
     return U, project_tangent(U, G if maximize else -G)
 
@@ -474,15 +487,34 @@ def _check_problem(who: str, a: Tensor, b: Tensor, C: Tensor) -> tuple[Tensor, T
     if C.numel() == 0:
         raise ValueError(f"{who}: nothing to transport, C is {tuple(C.shape)}")
     _check_floating(who, C=C, a=a, b=b)
-    batch = torch.broadcast_shapes(a.shape[:-1], b.shape[:-1], C.shape[:-2])
+    batch = _common_batch(who, a.shape[:-1], b.shape[:-1], C.shape[:-2])
     a = _check_weights(who, "a", a.to(C)).expand(*batch, n).reshape(-1, n)
     b = _check_weights(who, "b", b.to(C)).expand(*batch, m).reshape(-1, m)
     return a, b, C.expand(*batch, n, m).reshape(-1, n, m), batch
 
 
+def _common_batch(who: str, *shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        sizes = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"{who}: the leading dimensions must be alike, got {sizes}") from error
+
+
+def _check_scale(who: str, C: Tensor, reg: float) -> None:
+    largest = C.abs().amax().item()
+    if not math.isfinite((C.new_tensor(largest) / reg).item()):
+        raise ValueError(f"{who}: reg = {reg:g} is too small for costs up to {largest:.3g}; raise it")
+
+
 def _check_potentials(g: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
-    if g.shape[-1:] != b.shape[-1:]:
-        raise ValueError(f"sinkhorn: potentials are for {g.shape[-1]} columns, the cost has {b.shape[-1]}")
+    columns = b.shape[-1]
+    if g.ndim < 1 or g.shape[-1] != columns or g.shape[:-1] not in ((), batch):
+        raise ValueError(
+            f"sinkhorn: potentials must be for {columns} columns and pairs {tuple(batch)}, got {tuple(g.shape)}"
+        )
+    if bool((g.isnan() | g.isposinf()).any()):  # −inf is that of an empty column
+        raise ValueError("sinkhorn: potentials have entries that are not finite")
     return g.to(b).expand(*batch, -1).reshape(b.shape)
 
 
@@ -506,6 +538,6 @@ def _check_clouds(
         )
     _check_floating(who, a=a, b=b)
     a, b = _check_weights(who, "a", a), _check_weights(who, "b", b)
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1])
+    batch = _common_batch(who, x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1])
     x, y = x.expand(*batch, n, d).reshape(-1, n, d), y.to(x).expand(*batch, m, d).reshape(-1, m, d)
     return x, y, a.expand(*batch, n).reshape(-1, n), b.expand(*batch, m).reshape(-1, m), batch

@@ -6,7 +6,6 @@ import ortho_vit  # noqa: F401  (before anything imports torchvision)
 import csv
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -220,16 +219,6 @@ def test_help_is_short(capsys):
     assert "--model.layer_decay" in capsys.readouterr().out
 
 
-def test_the_script_itself(folder):
-    command = [sys.executable, REPOSITORY / "train.py"]
-    done = subprocess.run([*command, "--config", "nothing.yaml"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (
-        2,
-        "",
-        "error: no configuration file nothing.yaml\n",
-    )
-
-
 # ------------------------------------------------------------------------------------------------- CIFAR-10, in small
 
 
@@ -286,111 +275,6 @@ def test_ones_own_pictures_train_and_are_predicted(folder, capsys):
 
 
 # ----------------------------------------------------------------------------------------------------------- badly
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("--config nothing.yaml", "no configuration file nothing.yaml"),
-        ("tset --config digits.yaml", "unknown sub-command 'tset'; there are fit, validate, test, predict"),
-        ("--config", "no configuration file"),
-        ("--model.name ortho_vit_digits", "missing: model.optimizer"),
-        ("test --config digits.yaml", "test needs trained weights"),
-        ("test --config digits.yaml --ckpt_path best", "no best.ckpt below runs/digits"),
-    ],
-)
-def test_a_bad_command_ends_in_one_line(folder, capsys, command, message):
-    fails(command.split(), 2, message, capsys)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("extra", "unknown argument extra"),
-        ("--model.nme x", "unknown argument --model.nme; did you mean --model.name?"),
-        ("--modle.name x", "unknown argument --modle.name; did you mean --model?"),
-        ("--model.name ortho_vit_dgits", "did you mean 'ortho_vit_digits'?"),
-        ("--model.constraint inside", "model.constraint: expected null or 'within' or 'across', got inside"),
-        ("--model.num_classes 7", "num_classes is 7, but Digits has 10 classes"),
-        ("--model.num_classes many", "model.num_classes: expected int or null, got many"),
-        ("--model.optimizer.lr -1", "StiefelSGD: lr must be finite and >= 0, got -1"),
-        ("--model.optimizer.lr fast", "model.optimizer.lr: expected float, got fast"),
-        (
-            "--model.optimizer.integrator x",
-            "model.optimizer.integrator: expected 'isometric' or 'paper', got x",
-        ),
-        ("--model.optimizer.momentun 0.9", "StiefelSGD has no option 'momentun'; did you mean momentum?"),
-        ("--model.optimizer StiefelSGG", "'StiefelSGG' is no known class"),
-        ("--model.optimizer ortho_vit.optim.StiefelSGG", "has no 'StiefelSGG'; did you mean StiefelSGD?"),
-        ("--model.optimizer torch.optim.AdamW", "AdamW would ignore the constraint"),
-        ("--model.weights nothing.safetensors", "no weights nothing.safetensors"),
-        ("--model.weights ortho_vit_nano.x", "neither a file nor the name of weights"),
-        ("--model.model_kwargs {depht:3}", "depht"),
-        ("--data Digit", "data: 'Digit' is no known class"),
-        ("--data.batch_siz 3", "Digits has no option 'batch_siz'; did you mean batch_size?"),
-        ("--data.limit x", "data.limit: expected int or null, got x"),
-        ("--data.batch_size 0", "batch_size must be at least 1, got 0"),
-        ("--trainer.max_epochs many", "trainer.max_epochs: expected int or null, got many"),
-        ("--trainer.precision 7", "precision"),
-        ("--orthogonality.threshold -1", "threshold must be positive or null, got -1"),
-        ("--checkpoints.every_n_steps 0", "every_n_steps must be at least 1"),
-        ("--ckpt_path nothing.ckpt", "ckpt_path: no checkpoint nothing.ckpt"),
-        ("--ckpt_path digits.yaml", "ckpt_path: digits.yaml is"),
-        ("--ckpt_path w.safetensors", "give it as --model.weights instead of --ckpt_path"),
-    ],
-)
-def test_a_bad_option_ends_in_one_line(folder, capsys, options, message):
-    fails(["--config", "digits.yaml", *options.split()], 2, message, capsys)
-
-
-def test_missing_data_is_known_before_the_run_has_a_folder(folder, capsys):
-    fails(
-        ["--config", "digits.yaml", "--data", "ortho_vit.data.CIFAR10"],
-        1,
-        "CIFAR10: nothing found in",
-        capsys,
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: [", "bad.yaml, line 1 is not YAML"),
-        ("- model", "bad.yaml is no configuration: it holds no keys"),
-        ("base: bad.yaml", "configurations build on each other in a circle: bad.yaml → bad.yaml"),
-        ("base: [digits.yaml, gone.yaml]", "no configuration file gone.yaml, named as a base by"),
-        ("base: {digits: yaml}", "base must be"),
-        ("base: digits.yaml\nmodle: {name: x}", "unknown key 'modle'; did you mean model?"),
-        ("base: digits.yaml\nmodel: {nme: x}", "unknown key 'model.nme'; did you mean model.name?"),
-        ("base: digits.yaml\nmodel: {optimizer: {init_args: {lrr: 1}}}", "StiefelSGD has no option 'lrr'; did you mean lr?"),
-        ("base: digits.yaml\ndata: {init_args: {batch_siz: 1}}", "Digits has no option 'batch_siz'"),
-        ("base: digits.yaml\ndata: {init_args: {limit: 9, limit: 10}}", "line 2: the key 'limit' is there twice"),
-        ("base: digits.yaml\ntrainer: {max_epoch: 3}", "unknown key 'trainer.max_epoch'; did you mean trainer.max_epochs?"),
-        ("base: digits.yaml\ntrainer: {max_epochs: many}", "trainer.max_epochs: expected int or null, got many"),
-    ],
-)  # fmt: skip
-def test_a_bad_configuration_ends_in_one_line(folder, capsys, text, message):
-    Path("bad.yaml").write_text(text)
-    fails(["--config", "bad.yaml"], 2, message, capsys)
-
-
-def test_a_run_is_not_resumed_with_another_model(run, capsys):
-    arguments = ["--config", "digits.yaml", "--ckpt_path", str(run / "checkpoints/last.ckpt")]
-    fails([*arguments, "--model.optimizer.lr", "0.2"], 2, "optimizer.init_args.lr was 0.1, now 0.2", capsys)
-
-
-def test_weights_alone_are_not_resumed(run, capsys):
-    torch.save(torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"], "weights.ckpt")
-    message = "weights.ckpt is no checkpoint of a run: if it holds weights, give it as --model.weights"
-    fails(["--config", "digits.yaml", "--ckpt_path", "weights.ckpt"], 2, message, capsys)
-
-
-def test_a_truncated_checkpoint_is_refused(run, capsys):
-    path = run / "checkpoints/last.ckpt"
-    path.write_bytes(path.read_bytes()[:5000])
-    fails(
-        ["--config", "digits.yaml", "--ckpt_path", str(path)], 2, "is damaged or no checkpoint at all", capsys
-    )
 
 
 def test_a_corrupted_archive_is_refused(folder, capsys):

@@ -6,13 +6,18 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ortho_vit import StiefelParameter, constrain, orthogonality_error, stiefel_parameters
+from ortho_vit.optim import StiefelSGD
 from ortho_vit.stiefel import random_stiefel
 
 
@@ -185,6 +190,37 @@ def test_a_spawned_process_gets_the_same_kind_and_shares_memory(linear):
     assert queue.get() == ("StiefelParameter", 2, 16)
     process.join()
     assert (linear.weight == 7).all()
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # with a single process
+@pytest.mark.parametrize(
+    "shard",
+    [
+        lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+    ],
+    ids=["fully_shard", "FSDP", "FSDP with original parameters"],
+)
+def test_sharding_refuses_it_and_nothing_else(shard, linear, process_group):
+    with pytest.raises(
+        TypeError, match=r"of shape \(24, 12\) cannot be sharded: .* use DistributedDataParallel"
+    ):
+        shard(nn.Sequential(nn.Linear(4, 12), linear))
+    shard(nn.Sequential(nn.Linear(4, 12)))
+
+
+def test_an_optimizer_refuses_tensors_that_are_distributed(process_group):
+    layer = distribute_module(nn.Linear(4, 12), init_device_mesh("cpu", (1,)))
+    with pytest.raises(TypeError, match="StiefelSGD: parameters are sharded"):
+        StiefelSGD(layer.parameters())
 
 
 def test_its_repr_says_what_it_is(linear):

@@ -43,7 +43,7 @@ def read_archive(archive: Path, folder: str, names: Sequence[str]) -> list[bytes
 def _read_members(archive: Path, wanted: set[str]) -> dict[str, bytes]:
     """Go through the whole archive, for what is wanted, for what should not be there, and for its checksum."""
     contents = {}
-    with gzip.open(archive) as stream:
+    with _Limited(archive) as stream:
         with tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
                 path = PurePosixPath(member.name)
@@ -51,12 +51,21 @@ def _read_members(archive: Path, wanted: set[str]) -> dict[str, bytes]:
                     raise tarfile.TarError(
                         f"refused: its member {member.name!r} could leave the folder it belongs to"
                     )
+                _require_size(member.size, MAX_BYTES)  # also of those that tarfile would skip, block by block
                 if str(path) in wanted and (file := tar.extractfile(member)):
-                    _require_size(member.size, MAX_BYTES)
                     contents[str(path)] = file.read()
         while stream.read(2**20):  # tarfile stops before the end, where gzip keeps its checksum
-            _require_size(stream.tell(), MAX_TOTAL)
+            pass
     return contents
+
+
+class _Limited(gzip.GzipFile):
+    """Ends in an error beyond `MAX_TOTAL` bytes, whatever they claim to be."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        _require_size(self.tell(), MAX_TOTAL)
+        return content
 
 
 def _require_size(size: int, most: int) -> None:

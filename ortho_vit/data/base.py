@@ -180,6 +180,10 @@ class TensorSet(Dataset[Any]):
             return images, self.targets[torch.from_numpy(rows)]
         return images, [self.targets[row] for row in rows]
 
+    def names(self, samples: NDArray[np.int64]) -> list[int]:
+        """Their places in the official set."""
+        return self.rows[samples].tolist()
+
 
 class Recipe:
     """Random crop, random flip, AutoAugment, normalisation, in this order, as a function of a batch and its

@@ -4,6 +4,7 @@ downloaded.
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -19,12 +20,13 @@ class Digits(TensorDataModule):
 
     Args:
         batch_size, num_workers, val_size, limit, seed: see `ImageDataModule`.
-        crop: shift each training image at random by up to one pixel in both directions.
+        crop: shift each training image at random by up to one of its pixels in both directions.
+        image_size: side that the images are enlarged to, for networks that expect more than 8×8.
     """
 
     classes = tuple("0123456789")
     mean, std = (0.3053,), (0.3759,)
-    image_size, channels, padding = 8, 1, 1
+    channels = 1
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Digits(TensorDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         crop: bool = True,
+        image_size: int = 8,
         val_size: int | float = 0.1,
         limit: int | None = None,
         seed: int = 0,
@@ -46,10 +49,18 @@ class Digits(TensorDataModule):
             limit=limit,
             seed=seed,
         )
+        self._require(image_size >= 8, f"image_size must be at least 8, got {image_size}")
+        self.image_size, self.padding = image_size, image_size // 8
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         values, labels = load_digits(return_X_y=True)  # 1797 × 64, from 0 to 16
         images = np.rint(values * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         test, rest = hold_out(labels, round(TEST_SHARE * len(labels)), TEST_SEED)
         rows = rest if train else test
-        return torch.from_numpy(images[rows]), torch.from_numpy(labels[rows].astype(np.int64))
+        return self._enlarged(torch.from_numpy(images[rows])), torch.from_numpy(labels[rows].astype(np.int64))
+
+    def _enlarged(self, images: Tensor) -> Tensor:
+        if self.image_size == 8:
+            return images
+        enlarged = F.interpolate(images.float(), (self.image_size, self.image_size), mode="bilinear")
+        return enlarged.round().to(torch.uint8)

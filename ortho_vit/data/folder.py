@@ -74,6 +74,10 @@ class PictureSet(Dataset[Any]):
         images = normalize(images, self.mean, self.std).contiguous()
         return images, key.samples[good].tolist(), failures
 
+    def names(self, samples: NDArray[np.int64]) -> list[str]:
+        """Their files."""
+        return [str(self.paths[sample]) for sample in samples]
+
     def _pixels(self, path: Path, noise: NDArray[np.float64]) -> NDArray[np.uint8]:
         picture = decode(path)
         box = random_box(*picture.size, noise[:4]) if self.crop else centre_box(*picture.size)
@@ -152,6 +156,7 @@ class ImageFolder(ImageDataModule):
                 f"ImageFolder: no pictures in {folder.absolute()}; put them into a folder for each class, "
                 f"{self.root}/train/<class>/ or {self.root}/<class>/"
             )
+        self._require(len(names) > 1, f"{folder} has one class only, {names[0]!r}; put a second beside it")
         return tuple(names)
 
     def _scan(self, folder: Path) -> tuple[list[Path], NDArray[np.int64]]:
@@ -188,6 +193,10 @@ class ImageFolder(ImageDataModule):
 
     def _setup_labelled(self) -> None:
         paths, labels = self._scan(self._part("train") or self.root)
+        empty = [name for label, name in enumerate(self.classes) if label not in labels]
+        self._require(
+            not empty, f"the class {empty[:1]} has no pictures to train on; put some there, or take it out"
+        )
         if folder := self._part("val"):
             others = self._scan(folder)
             training, validation = np.arange(len(paths)), np.arange(len(others[0]))

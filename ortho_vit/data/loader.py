@@ -58,18 +58,20 @@ class EpochSampler(Sampler[Key]):
         share = self.size // self.world_size if self.shuffle else -(-self.size // self.world_size)
         return -(-share // self.batch_size)
 
-    def __iter__(self) -> Iterator[Key]:
+    def batches(self, epoch: int) -> list[NDArray[np.int64]]:
+        """The samples of each batch of an epoch."""
         if self.shuffle:
-            order = permutation(self.seed, "order", self.epoch, self.size)
+            order = permutation(self.seed, "order", epoch, self.size)
             order = order[: self.size - self.size % self.world_size]
         else:
             order = np.arange(self.size)
         share = order[self.rank :: self.world_size]
         if self.shuffle or self.world_size == 1:
-            batches = np.split(share, range(self.batch_size, len(share), self.batch_size))
-        else:
-            batches = np.array_split(share, len(self))
-        for samples in batches[self.start :]:
+            return np.split(share, range(self.batch_size, len(share), self.batch_size))
+        return np.array_split(share, len(self))
+
+    def __iter__(self) -> Iterator[Key]:
+        for samples in self.batches(self.epoch)[self.start :]:
             yield Key(self.epoch, samples)
 
 
@@ -133,6 +135,12 @@ class Loader:
         """
         self.sampler.set_epoch(epoch)
         self._resume_at = batch
+
+    def samples(self, epoch: int, batch: int) -> list[Any]:
+        """What batch number `batch` of an epoch is made of, as the data set calls it, or else by number."""
+        samples = self.sampler.batches(epoch)[batch]
+        names = getattr(self._loader.dataset, "names", np.ndarray.tolist)
+        return names(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the position is the trainer's.  Lightning takes a loader for resumable if it has this

@@ -47,9 +47,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def centre_box(width: int, height: int) -> Box:
+def centre_box(width: int, height: int, share: float = EVAL_SHARE) -> Box:
     """The central square that evaluation looks at."""
-    side = EVAL_SHARE * min(width, height)
+    side = share * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 

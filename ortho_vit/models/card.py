@@ -26,20 +26,22 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Golden:
-    """Pictures and the logits they must give."""
+    """Pictures, what they show, and the logits they must give."""
 
     shape: list[int]  # n, channels, height, width
     pixels: str  # base64 of uint8
+    labels: list[int]
     logits: list[list[float]]
 
     @classmethod
-    def of(cls, pixels: Tensor, logits: Tensor) -> "Golden":
+    def of(cls, pixels: Tensor, labels: Sequence[int], logits: Tensor) -> "Golden":
         if pixels.dtype != torch.uint8 or pixels.ndim != 4:
             raise CheckpointError(
                 f"pixels must be uint8 (n, channels, height, width), got {pixels.dtype} {tuple(pixels.shape)}"
             )
         data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
-        return cls(list(pixels.shape), data, [[round(x, 6) for x in row] for row in logits.tolist()])
+        rounded = [[round(x, 6) for x in row] for row in logits.tolist()]
+        return cls(list(pixels.shape), data, list(labels), rounded)
 
     def images(self) -> Tensor:
         data = bytearray(base64.b64decode(self.pixels))
@@ -106,6 +108,9 @@ class Card:
             raise ValueError(f"no such constraint: {self.constraint!r} of {self.projections!r}")
         if any(len(row) != len(self.classes) for row in self.golden.logits):
             raise ValueError(f"{len(self.classes)} classes, but {len(self.golden.logits[0])} logits")
+        labels = self.golden.labels
+        if len(labels) != self.golden.shape[0] or any(x not in range(len(self.classes)) for x in labels):
+            raise ValueError(f"labels must be one of the {len(self.classes)} classes a picture, got {labels}")
         if reserved := RESERVED & set(self.arguments):
             raise ValueError(f"arguments must be the architecture's own, got {', '.join(sorted(reserved))}")
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):

@@ -28,6 +28,7 @@ def save_checkpoint(
     name: str,
     *,
     pixels: Tensor,
+    labels: Sequence[int],
     classes: Sequence[str],
     data: str,
     mean: Sequence[float],
@@ -45,7 +46,8 @@ def save_checkpoint(
 
     Args:
         name: architecture.tag; the architecture is one of the zoo's or of timm's.
-        pixels: uint8 pictures (n, channels, height, width), eight by custom, whose logits go on the card.
+        pixels: uint8 pictures (n, channels, height, width), eight by custom, whose logits go on the card; `labels` say
+            what they show.
         classes: the labels of the data set, in order; `mean` and `std` are what its pixels were normalised by.
         accuracy: as measured by `command`, such as {"test/top1": 0.83}.
         optimizer: class and arguments; together with `recipe`, what it takes to train it again.
@@ -78,7 +80,7 @@ def save_checkpoint(
         sha256=hashlib.sha256(weights).hexdigest(),
         versions={"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
         licence=licence,
-        golden=Golden.of(pixels, golden_logits(model, pixels, mean, std)),
+        golden=Golden.of(pixels, labels, golden_logits(model, pixels, mean, std)),
     )
     _write_checked(target, weights, card)
     return target

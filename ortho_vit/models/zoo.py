@@ -90,6 +90,12 @@ def _build(
     if pretrained and not from_hub:
         have = ", ".join(n for n in checkpoints.available() if n.startswith(name + ".")) or "none yet"
         raise CheckpointError(f"{name}: name the weights to load, one of: {have}")
+    image, patch = kwargs.get("img_size") or cfg.input_size[-1], {**architecture, **kwargs}["patch_size"]
+    padded = kwargs.get("dynamic_img_pad", False)
+    if isinstance(image, int) and isinstance(patch, int) and patch > 0 and image % patch and not padded:
+        raise ValueError(
+            f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would not be seen"
+        )
     model = build_model_with_cfg(
         VisionTransformer,
         name,
@@ -99,11 +105,6 @@ def _build(
         feature_cfg={"out_indices": 3, "feature_cls": "getter"},
         **{**architecture, **kwargs},
     )
-    image, patch = model.patch_embed.img_size[0], model.patch_embed.patch_size[0]
-    if image % patch:
-        raise ValueError(
-            f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would not be seen"
-        )
     init: Init = "keep" if pretrained else "polar"
     orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
     if pretrained:

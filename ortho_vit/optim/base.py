@@ -100,6 +100,12 @@ class StiefelOptimizer(Sharded):
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if any(hasattr(p, "device_mesh") for p in group["params"]):  # a DTensor
+            self.param_groups.pop()
+            raise TypeError(
+                f"{type(self).__name__}: parameters are sharded, which cuts blocks apart; use "
+                "DistributedDataParallel, with shard_stiefel=True"
+            )
         group.setdefault("reference_lr", float(group["lr"]))
         for parameter in group["params"]:
             if self.starts_on_manifold and isinstance(parameter, StiefelParameter) and not parameter.is_meta:

@@ -121,6 +121,12 @@ class Sharded(Optimizer):
         ranges = [(i * each + start, i * each + stop) for i, (start, stop) in enumerate(own) if start < stop]
         return (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
 
+    def own_blocks(self, p: StiefelParameter) -> slice:
+        """Those of a parameter's blocks whose state is here."""
+        return (
+            slice(*self._bounds[p][self.team.rank : self.team.rank + 2]) if p in self._bounds else slice(None)
+        )
+
     def exchange_blocks(self) -> StiefelParameter | None:
         """Blocks stepped here to the other ranks, and theirs to here.  Returns a parameter some rank has spoilt."""
         alike: dict[Any, list[StiefelParameter]] = {}

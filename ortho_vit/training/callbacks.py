@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.parameter import StiefelParameter, cut_blocks, stiefel_parameters
 from ortho_vit.stiefel import is_tall, orthogonality_error, polar
 
 
@@ -23,7 +23,8 @@ class OrthogonalityMonitor(Callback):
 
     Args:
         every_n_steps: how often to measure; besides, at the end of each epoch.
-        threshold: the largest error that is tolerated; null for optimizers that do not claim to stay on the manifold.
+        threshold: the largest error that is tolerated, beyond what rounding to the parameter's precision makes; null
+            for optimizers that do not claim to stay on the manifold.
     """
 
     def __init__(self, every_n_steps: int = 50, threshold: float | None = 1e-3) -> None:
@@ -43,9 +44,10 @@ class OrthogonalityMonitor(Callback):
         self._measure(trainer, pl_module)
 
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        errors = {name: orthogonality_error(p) for name, p in stiefel_parameters(pl_module)}
-        if not errors:
+        parameters = dict(stiefel_parameters(pl_module))
+        if not parameters:
             return
+        errors = {name: orthogonality_error(p) for name, p in parameters.items()}
         tangency = dict(momentum_tangency(pl_module, trainer.optimizers))
         values = {f"orthogonality/{name}": value for name, value in errors.items()}
         values |= {f"tangency/{name}": value for name, value in tangency.items()}
@@ -55,12 +57,24 @@ class OrthogonalityMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         trainer.callback_metrics["orthogonality"] = torch.tensor(values["orthogonality"])
-        worst = max(errors, key=lambda name: _nan_first(errors[name]))
-        if self.threshold is not None and not errors[worst] <= self.threshold:
+        if self.threshold is None:
+            return
+        excess = {name: errors[name] - rounding_error(p.dtype) for name, p in parameters.items()}
+        worst = max(excess, key=lambda name: _nan_first(excess[name]))
+        if not excess[worst] <= self.threshold:
             raise RuntimeError(
                 f"{worst} has left the manifold at step {trainer.global_step}: its orthogonality error is "
                 f"{errors[worst]:.3g}, more than the threshold {self.threshold:g} of OrthogonalityMonitor"
             )
+
+
+def rounding_error(dtype: torch.dtype) -> float:
+    """The most that rounding an orthonormal X to `dtype` adds to |(X Xᵀ − I)ᵢⱼ|: 2u + u², u the unit roundoff.
+
+    Each entry moves by a share of at most u, and the scalar product of the absolute values of two unit rows is at most 1.
+    """
+    u = torch.finfo(dtype).eps / 2
+    return 2 * u + u * u
 
 
 def _nan_first(value: float) -> float:
@@ -71,11 +85,15 @@ def momentum_tangency(pl_module: L.LightningModule, optimizers: Any) -> Iterator
     """The largest ‖X Uᵀ‖/‖U‖ over the blocks of each parameter whose optimizer keeps a momentum U off its span."""
     for name, parameter in stiefel_parameters(pl_module):
         for optimizer in optimizers:
-            U = optimizer.state.get(parameter, {}).get("U")
+            state = optimizer.state.get(parameter, {})
+            U = state.get("U")
             if isinstance(U, Tensor) and U.numel():
-                X = parameter.matrices()
-                X = (X.mT if is_tall(X) else X).to(U.dtype)
-                U = U.view(X.shape)
+                X = cut_blocks(state.get("master", parameter.detach()), parameter.blocks, parameter.rows)
+                X = (X.mT if is_tall(X) else X).flatten(0, -3)
+                own = optimizer.own_blocks(parameter)
+                X, U = X[own], U.view(X.shape)[own]
+                if not len(X):
+                    continue
                 ratio = (X @ U.mT).flatten(1).norm(dim=1) / U.flatten(1).norm(dim=1).clamp_min(1e-30)
                 yield name, ratio.max().item()
 
@@ -98,6 +116,7 @@ class WeightAveraging(EMAWeightAveraging):
         if every_n_steps < 1:
             raise ValueError(f"WeightAveraging: every_n_steps must be at least 1, got {every_n_steps}")
         super().__init__(decay=decay, update_every_n_steps=every_n_steps, update_starting_at_step=start_step)
+        self._current: list[Tensor] = []  # the weights, while the average is validated in their place
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         before = self._latest_update_step
@@ -107,21 +126,29 @@ class WeightAveraging(EMAWeightAveraging):
             put_on_manifold(self._average_model.module)
 
     # Lightning's callback swaps and restores whatever the trainer runs, so that after `fit` the same trainer would test
-    # the weights that were not averaged.
+    # the weights that were not averaged; and a swap with bfloat16 weights rounds the average, which is float32.
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            super().on_validation_epoch_start(trainer, pl_module)
+            self._current = [tensor.detach().clone() for tensor in _tensors(pl_module)]
+            self._copy_average_to_current(pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            super().on_validation_epoch_end(trainer, pl_module)
+            for tensor, current in zip(_tensors(pl_module), self._current, strict=True):
+                tensor.data.copy_(current)
+            self._current = []
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
+from ortho_vit.optim.base import all_finite
 from ortho_vit.training.weights import read_checkpoint
 
 
@@ -78,6 +79,15 @@ class Checkpoints(Checkpoint):
         """The best checkpoint, or without validation the last."""
         return self._existing("best.ckpt") or self.last_path
 
+    @property
+    def best_model_path(self) -> str:
+        """The same, by the name under which Lightning brings it back from processes it has spawned."""
+        return str(self.best_path or "")
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self.folder = Path(path).parent if path else None
+
     def _existing(self, name: str) -> Path | None:
         path = self.folder / name if self.folder else None
         return path if path and path.is_file() else None
@@ -137,11 +147,24 @@ class Checkpoints(Checkpoint):
         """The better one first: killed in between, a run resumes from the older `last.ckpt` and comes here again."""
         if self.folder is None or trainer.global_step == self._saved_step:
             return
+        self._require_finite(trainer)
         self._saved_step = trainer.global_step
         target = self.folder / ("best.ckpt" if improved else "last.ckpt")
         trainer.save_checkpoint(target)
         if improved and trainer.is_global_zero:
             _copy(target, self.folder / "last.ckpt")
+
+    @staticmethod
+    def _require_finite(trainer: L.Trainer) -> None:
+        """Before a good checkpoint is replaced: a step may overflow where neither loss nor gradient does."""
+        weights = trainer.lightning_module.state_dict()
+        floating = {name: value for name, value in weights.items() if value.is_floating_point()}
+        if not all_finite(list(floating.values())):
+            name = next(name for name, value in floating.items() if not value.isfinite().all())
+            raise FloatingPointError(
+                f"{name} is not finite after step {trainer.global_step}, so no checkpoint was written and the last one "
+                "is good; lower the learning rate"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_score": self.best_score, "step": self._saved_step}

@@ -20,14 +20,17 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.callbacks import OrthogonalityMonitor, PredictionWriter
+from ortho_vit.training.cards import expand_card
 from ortho_vit.training.checkpoints import Checkpoints, is_trial
 from ortho_vit.training.compose import UsageError, config_files, expand, explain
+from ortho_vit.training.export import Export
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.module import Classifier
-from ortho_vit.training.report import History, describe, progress_bar, summary
-from ortho_vit.training.weights import read_checkpoint
+from ortho_vit.training.report import History, describe, preview, progress_bar, summary
+from ortho_vit.training.run import read_run
 
-SUBCOMMANDS = ("fit", "validate", "test", "predict")
+MAY_CHANGE = ("weights", "skip_nonfinite", "optimizer.init_args.shard_stiefel")  # in a run that is resumed
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "export")
 
 HELP = """\
 Train, evaluate and use Vision Transformers with orthogonal attention.
@@ -37,6 +40,9 @@ Train, evaluate and use Vision Transformers with orthogonal attention.
     python train.py test     --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
     python train.py validate --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
     python train.py predict  --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt --predictions.path OUT.csv
+    python train.py predict  --weights NAME --pictures FOLDER           what trained weights see in your pictures
+    python train.py test     --weights NAME                             measure the accuracy that their card claims
+    python train.py export   --ckpt_path RUN/checkpoints/best.ckpt --name TAG    a run becomes such weights
 
 Start with   python train.py --config configs/quickstart.yaml
 
@@ -107,6 +113,12 @@ class CommandLine(LightningCLI):
         parser.add_argument(
             "--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end"
         )
+        if self._chosen != "fit":
+            parser.add_argument(
+                "--weights", type=str | None, default=None, help="weights of the zoo, with model and data"
+            )
+        if self._chosen == "predict":
+            parser.add_argument("--pictures", type=str | None, default=None, help="a folder; needs --weights")
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
         parser.add_lightning_class_args(AttentionImages, "images")
@@ -116,14 +128,20 @@ class CommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         subcommand, files = self._chosen, config_files(args)
-        self._parse(parser, expand(args), subcommand)
+        self._parse(parser, expand_card(expand(args), subcommand), subcommand)
         config = self.config[subcommand]
+        if config.get("weights") or config.get("pictures"):  # abbreviated, or in a file
+            raise UsageError("write --weights and --pictures out, on the command line")
         config.name = config.name or _name_of(files)
+        if Path(config.name).is_absolute() or ".." in Path(config.name).parts:
+            raise UsageError(
+                f"name must be a folder below default_root_dir, got {config.name!r}; --trainer.default_root_dir says where"
+            )
         config.ckpt_path = path = self._find_checkpoint(subcommand, config)
         if path is None:
             if subcommand != "fit" and config.model.weights is None:
                 raise UsageError(
-                    f"{subcommand} needs trained weights: give --ckpt_path FILE.ckpt or --model.weights FILE"
+                    f"{subcommand} needs trained weights: give --weights NAME, --ckpt_path FILE.ckpt or --model.weights FILE"
                 )
             return
         self._take_over(subcommand, _stored(path, subcommand), path)
@@ -132,10 +150,11 @@ class CommandLine(LightningCLI):
         try:
             self.config = parser.parse_args(arguments)
         except argparse.ArgumentError as error:
-            options = [
-                o for action in self._subcommand_parsers[subcommand]._actions for o in action.option_strings
-            ]
-            raise UsageError(explain(str(error), options)) from error
+            raise UsageError(explain(str(error), self._options())) from error
+
+    def _options(self) -> list[str]:
+        actions = self._subcommand_parsers[self._chosen]._actions
+        return [option for action in actions for option in action.option_strings]
 
     def _find_checkpoint(self, subcommand: str, config: Any) -> str | None:
         path = config.ckpt_path
@@ -160,15 +179,22 @@ class CommandLine(LightningCLI):
             different = [
                 f"{key} was {old}, now {new}"
                 for key, old, new in _differences(ours, stored)
-                if key.split(".")[0] != "weights" and not (key == "num_classes" and new is None)
+                if key not in MAY_CHANGE and not (key == "num_classes" and new is None)
             ]
             if different:
                 raise UsageError(
                     f"{path} cannot be resumed with another model: {'; '.join(different[:3])}.  Leave it as it was, or "
                     f"start a new run from its weights with --model.weights {path}"
                 )
-        values = {subcommand: {"model": stored | {"weights": None}}}
-        self.config = self.parser.parse_object(values, self.config)
+            _carry_over(ours, stored)
+        free = {"weights": None, "skip_nonfinite": config.model.skip_nonfinite}
+        values = {subcommand: {"model": stored | free}}
+        try:
+            self.config = self.parser.parse_object(values, self.config)
+        except (argparse.ArgumentError, TypeError) as error:
+            raise UsageError(
+                f"{path} is no checkpoint of ours: {explain(str(error), self._options())}"
+            ) from error
 
     def _parse_ckpt_path(self) -> None:
         """Done in `parse_arguments`, and more carefully."""
@@ -179,6 +205,8 @@ class CommandLine(LightningCLI):
         config = self.config[self.subcommand]
         if config.get("data") is None:
             raise UsageError("no data: give --data, such as ortho_vit.data.Digits")
+        if self.subcommand == "fit":
+            _check_trainer(config.trainer)
         if config.model.num_classes is None:
             data = instantiate_class((), config.data.as_dict())
             if not hasattr(data, "num_classes"):
@@ -218,6 +246,9 @@ class CommandLine(LightningCLI):
     # --------------------------------------------------------------------------------------------- running
 
     def run(self) -> None:
+        self.model.check_pictures(self.datamodule)
+        if path := self.config_init[self.subcommand].ckpt_path:  # before the run has a folder
+            self.model.check_checkpoint(read_run(path), path)
         super()._run_subcommand(str(self.subcommand))
 
     def fit(self, **kwargs: Any) -> None:
@@ -257,6 +288,9 @@ class CommandLine(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         self.trainer.predict(**kwargs | {"return_predictions": False})
         writer: PredictionWriter = self.config_init[self.subcommand].predictions
+        assert writer.target is not None
+        if writer.count:
+            self._say(preview(writer.target))
         self._say(f"{writer.count} predictions in {writer.target}")
 
     def _say(self, line: str) -> None:
@@ -270,6 +304,8 @@ class CommandLine(LightningCLI):
             rows[label] = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         if any(True for _ in self.model.model.parameters()) and self.model.hparams["constraint"] is not None:
             rows["orthogonality error"] = f"{orthogonality_error(self.model.model):.1e}"
+        if self.model.steps.skipped:
+            rows["steps left out"] = f"{self.model.steps.skipped}, not finite"
         checkpoint = checkpoint or self.config_init[self.subcommand].checkpoints.best_path
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)
@@ -279,11 +315,29 @@ class CommandLine(LightningCLI):
             self._say(summary(rows))
 
 
+def _check_trainer(trainer: Any) -> None:
+    """What Lightning finds out by a division by zero, or not at all."""
+    endless = trainer.max_epochs in (None, -1) and trainer.max_steps == -1
+    if endless and not trainer.fast_dev_run:
+        raise UsageError(
+            "the schedule needs to know its end: give --trainer.max_epochs or --trainer.max_steps"
+        )
+    for name in (
+        "accumulate_grad_batches",
+        "check_val_every_n_epoch",
+        "val_check_interval",
+        "limit_train_batches",
+    ):
+        value = getattr(trainer, name)
+        if isinstance(value, int | float) and value == 0:
+            raise UsageError(f"trainer.{name} must be positive, got {value}")
+
+
 def _name_of(files: list[Path]) -> str:
     """A run is called as its first configuration file, with the folders it lies in below `configs`."""
     if not files:
         return "run"
-    parts = files[0].with_suffix("").parts
+    parts = Path(os.path.normpath(files[0].with_suffix(""))).parts
     if "configs" in parts:
         return "/".join(parts[len(parts) - parts[::-1].index("configs") :])
     return parts[-1]
@@ -291,22 +345,19 @@ def _name_of(files: list[Path]) -> str:
 
 def _stored(path: str, subcommand: str) -> dict[str, Any]:
     """The model's hyper-parameters in a checkpoint of ours."""
-    if Path(path).suffix == ".safetensors":
-        raise UsageError(
-            f"{path} holds weights and no run to continue: give it as --model.weights instead of --ckpt_path"
-        )
-    try:
-        checkpoint = read_checkpoint(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"ckpt_path: {error}") from error
-    stored = checkpoint.get("hyper_parameters")
-    if not stored or "state_dict" not in checkpoint or "name" not in stored:
-        raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
+    checkpoint = read_run(path)
     if subcommand == "fit" and not checkpoint.get("optimizer_states"):
         raise UsageError(
             f"{path} holds weights but no optimizer, so it cannot be resumed: give it as --model.weights"
         )
-    return {key: value for key, value in stored.items() if not key.startswith("_")}
+    return checkpoint["hyper_parameters"]
+
+
+def _carry_over(ours: dict[str, Any], stored: dict[str, Any]) -> None:
+    """How the work is shared among ranks is this run's choice, not the checkpoint's."""
+    now = ours["optimizer"].get("init_args", {})
+    if "shard_stiefel" in now:
+        stored["optimizer"].setdefault("init_args", {})["shard_stiefel"] = now["shard_stiefel"]
 
 
 def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
@@ -337,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         code = 2
         try:
-            command = CommandLine(arguments)
+            command = Export(arguments[1:]) if arguments[0] == "export" else CommandLine(arguments)
             code = 1
             command.run()
         except Exception as error:

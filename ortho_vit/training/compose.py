@@ -16,6 +16,8 @@ from pathlib import Path
 
 import yaml
 
+MOST_VALUES = 10_000  # of one file; ours have some fifty
+
 
 class UsageError(ValueError):
     """Something about the command line or a configuration that its user can put right."""
@@ -32,9 +34,27 @@ def expand(arguments: list[str]) -> list[str]:
             continue
         if not equals:
             value = next(rest, "")
+        if not value:
+            raise UsageError("--config needs a file")
         for text in texts_of(Path(value), ()):
             expanded += ["--config", text]
     return expanded
+
+
+def take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """The value of `option`, the last if there are several, and the other arguments."""
+    value: str | None = None
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, after = argument.partition("=")
+        if name != option:
+            others.append(argument)
+            continue
+        value = after if equals else next(rest, "")
+        if not value:
+            raise UsageError(f"{option} needs a value")
+    return value, others
 
 
 def config_files(arguments: list[str]) -> list[Path]:
@@ -56,18 +76,9 @@ def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
         )
     named_by = f", named as a base by {chain[-1]}" if chain else ""
     if not path.is_file():
-        raise UsageError(f"no configuration file {path}{named_by}")
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{where} is not YAML: {getattr(error, 'problem', None) or error}") from error
-    if node is None:
-        return
-    if not isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{path} is no configuration: it holds no keys")
-    _check_unique_keys(node, path)
+        what = ": it is a folder" if path.is_dir() else ""
+        raise UsageError(f"no configuration file {path}{named_by}{what}")
+    node = _read_node(path)
     for key, value in node.value:
         if key.value == "base":
             bases = [value] if isinstance(value, yaml.ScalarNode) else value.value
@@ -75,24 +86,58 @@ def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
                 raise UsageError(f"{path}: base must be a file or a list of files")
             for base in bases:
                 yield from texts_of(path.parent / base.value, (*chain, resolved))
+        elif key.value in ("model", "trainer") and not isinstance(value, yaml.MappingNode):
+            raise UsageError(f"{_at(key, path)}: {key.value} must hold keys, each with its value")
     node.value = [(key, value) for key, value in node.value if key.value != "base"]
     if node.value:
         yield yaml.serialize(node, Dumper=yaml.SafeDumper)
 
 
-def _check_unique_keys(node: yaml.Node, path: Path) -> None:
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _check_unique_keys(item, path)
-    if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, value in node.value:
-            if key.value in seen:
-                raise UsageError(
-                    f"{path}, line {key.start_mark.line + 1}: the key {key.value!r} is there twice"
-                )
-            seen.add(key.value)
-            _check_unique_keys(value, path)
+def _read_node(path: Path) -> yaml.MappingNode:
+    """The keys of a file, unparsed: plain values, no key twice, and not so many that no one can have written them."""
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path}{where} is not YAML: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} is no configuration: it is nested too deeply") from error
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"{path} is {'empty' if node is None else 'no configuration'}: it holds no keys")
+    _count_values(node, path, {})
+    return node
+
+
+def _count_values(node: yaml.Node, path: Path, counts: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for, its aliases written out."""
+    if node not in counts:
+        counts[node] = 0  # until it is known
+        counts[node] = 1 + sum(_count_values(value, path, counts) for value in _values(node, path))
+    if not counts[node]:
+        raise UsageError(f"{_at(node, path)}: a value cannot contain itself")
+    if counts[node] > MOST_VALUES:
+        raise UsageError(f"{path} holds more than {MOST_VALUES} values, its aliases written out")
+    return counts[node]
+
+
+def _values(node: yaml.Node, path: Path) -> list[yaml.Node]:
+    if node.tag not in yaml.SafeLoader.yaml_constructors:
+        raise UsageError(f"{_at(node, path)}: the tag {node.tag} is refused; plain values only")
+    if not isinstance(node, yaml.MappingNode):
+        return node.value if isinstance(node, yaml.SequenceNode) else []
+    seen = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise UsageError(f"{_at(key, path)}: a key must be a word")
+        if key.value in seen:
+            raise UsageError(f"{_at(key, path)}: the key {key.value!r} is there twice")
+        seen.add(key.value)
+    return [value for _, value in node.value]
+
+
+def _at(node: yaml.Node, path: Path) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"
 
 
 # ------------------------------------------------------------------------------------------ one-line errors
@@ -113,7 +158,7 @@ def explain(message: str, options: Iterable[str]) -> str:
         owner = path[1].rpartition(".")[2] if path else key
         hint = _did_you_mean(match[1], _parameters(path[1] if path else ""))
         return f"{key}: {owner} has no option {match[1]!r}{hint}"
-    if match := re.search(r"the following arguments are required: (.*)", message):
+    if match := re.search(r"the following arguments are required: (.*?)(?:\. Got value.*)?$", message, re.M):
         return f"missing: {re.sub(r'(fit|validate|test|predict)[.]', '', match[1])}; a --config file can give them"
     if match := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
         hint = _did_you_mean(match[2], dir(importlib.import_module(match[1])))

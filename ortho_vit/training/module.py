@@ -21,18 +21,25 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from ortho_vit.models import Checkpoint, create_model, load_checkpoint
 from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.stiefel import working_dtype
+from ortho_vit.training.means import Mean, restore, state_of
+from ortho_vit.training.nonfinite import FiniteSteps, Seen
 from ortho_vit.training.schedule import warmup_cosine
-from ortho_vit.training.weights import is_file, load_weights
+from ortho_vit.training.weights import check_finite, check_manifold, is_file, keeps_manifold, load_weights
 
+RESERVED = {"constraint", "num_classes", "pretrained", "pretrained_cfg", "checkpoint_path", "checkpoints"}
+SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 
 
@@ -52,6 +59,8 @@ class Classifier(L.LightningModule):
         warmup_epochs: how long the learning rate rises before it falls along a cosine to 0.01 of its peak.
         layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
         freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
+        skip_nonfinite: leave out the optimizer steps whose loss or gradient is not finite, instead of stopping; a
+            hundred of them in a row stop the run nevertheless.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class Classifier(L.LightningModule):
         warmup_epochs: float = 0.0,
         layer_decay: float = 1.0,
         freeze: list[str] | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__()
         self._require(
@@ -76,6 +86,8 @@ class Classifier(L.LightningModule):
         self._require(0 <= warmup_epochs < math.inf, f"warmup_epochs must be at least 0, got {warmup_epochs}")
         self._require(0 < layer_decay <= 1, f"layer_decay must be in (0, 1], got {layer_decay}")
         assert num_classes is not None
+        own = RESERVED & set(model_kwargs or {})
+        self._require(not own, f"model_kwargs must be the model's own, got {', '.join(sorted(own))}")
         recipe, optimizer = _as_plain(optimizer), _as_factory(optimizer)
         self.save_hyperparameters()  # from the command line these are the parsed values already
         self.hparams["optimizer"] = self.hparams["optimizer"] if recipe is None else recipe
@@ -100,10 +112,12 @@ class Classifier(L.LightningModule):
                 for key, k in top.items()
             }
         )
-        self.train_loss = MeanMetric()
+        self.train_loss = Mean()
         self.train_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
+        self.steps = FiniteSteps(skip_nonfinite)
         self._seed: int | None = None
+        self._means: dict[str, Any] = {}  # of the epoch that a resumed run is in
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -119,6 +133,12 @@ class Classifier(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.check_data(getattr(self.trainer, "datamodule", None))
+        constrained = any(True for _ in stiefel_parameters(self.model))
+        self._require(
+            not (constrained and isinstance(self.trainer.strategy, SHARDING)),
+            f"{type(self.trainer.strategy).__name__} cuts parameters apart, orthonormal blocks too; "
+            "use trainer.strategy=ddp, or set model.constraint to null",
+        )
 
     def check_data(self, data: Any) -> None:
         """Raise ValueError where the data has another number of classes."""
@@ -129,6 +149,22 @@ class Classifier(L.LightningModule):
             f"set model.num_classes to {theirs}, or leave it out",
         )
 
+    @torch.no_grad()
+    def check_pictures(self, data: Any) -> None:
+        """Raise ValueError where the data's pictures are not such that the model takes them."""
+        if not hasattr(data, "image_size"):
+            return
+        channels, size, was_training = data.channels, data.image_size, self.model.training
+        try:
+            self.model.eval()(next(self.model.parameters()).new_zeros(1, channels, size, size))
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"Classifier: {self.hparams['name']} does not take pictures of {channels}×{size}×{size} "
+                f"({' '.join(str(error).split())}); set model.model_kwargs to {{in_chans: {channels}, img_size: {size}}}"
+            ) from error
+        finally:
+            self.model.train(was_training)
+
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
 
@@ -136,19 +172,35 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        logits = self.model(images)
+        logits = self._logits(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch}, batch {batch_idx})"
-                "; training stopped before the weights changed, the last checkpoint is good"
-            )
-        self.train_loss.update(loss.detach(), len(labels))
-        self.train_accuracy.update(logits.detach(), labels)
+        self.steps.saw(Seen(batch_idx, loss.detach(), logits.detach(), labels))
         self.log("train/loss_step", loss)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return loss
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """At least in float32, for the loss to have the precision of its mean."""
+        logits = self.model(images)
+        return logits.to(working_dtype(logits.dtype))
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        assert optimizer_closure is not None
+        first = [optimizer_closure()]  # the gradients must be there for the decision
+
+        def closure() -> Any:
+            return first.pop() if first else optimizer_closure()
+
+        step = partial(super().optimizer_step, epoch, batch_idx, optimizer, closure)
+        for seen in self.steps.run(self, step):
+            self.train_loss.update(seen.loss, len(seen.labels))
+            self.train_accuracy.update(seen.logits, seen.labels)
+        if self.steps.skip:
+            count = float(self.steps.skipped)
+            self.log("train/skipped_steps", count, on_step=False, on_epoch=True, reduce_fx="max")
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val/loss", self.val_metrics)
@@ -158,7 +210,7 @@ class Classifier(L.LightningModule):
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> None:
         images, labels = batch
-        logits = self.model(images)
+        logits = self._logits(images)
         metrics.update(logits, labels)
         self.log(loss_name, F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
         self.log_dict(dict(metrics.items()), batch_size=len(labels))
@@ -166,7 +218,7 @@ class Classifier(L.LightningModule):
     def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor, Tensor]:
         """The names of a batch, the class of each, and its probability."""
         images, names = batch
-        probability, label = self.model(images).float().softmax(-1).max(-1)
+        probability, label = self._logits(images).softmax(-1).max(-1)
         return names, label, probability
 
     # ------------------------------------------------------------------------------ optimizer and schedule
@@ -214,6 +266,7 @@ class Classifier(L.LightningModule):
         warmup = min(round(self.warmup_epochs * an_epoch), int(total))
         optimizer = self.make_optimizer()
         scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup=warmup, total=int(total)))
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # the first step may be left out, without a warning
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -------------------------------------------------------------------------------------- exact resuming
@@ -223,6 +276,16 @@ class Classifier(L.LightningModule):
             self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
 
     def on_train_start(self) -> None:
+        self._restore_means()
+        self._count_epochs_once()
+
+    def _restore_means(self) -> None:
+        """Only now: `bf16-true` would have rounded them."""
+        for name, states in self._means.items():
+            restore(getattr(self, name), states, self.global_rank, self.trainer.world_size)
+        self._means = {}
+
+    def _count_epochs_once(self) -> None:
         """Where a run is measured in steps, Lightning runs an epoch that was finished once more, without batches."""
         loop = self.trainer.fit_loop
         if loop.restarted_on_epoch_end:
@@ -238,20 +301,44 @@ class Classifier(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._seed is not None
         _seed_everything(self._seed, self.current_epoch, batch_idx, self.global_rank)
+        self.steps.before_batch(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["ortho_vit"] = {
             "seed": self._seed,
-            "train_loss": _state_of(self.train_loss),
-            "train_accuracy": _state_of(self.train_accuracy),
+            "steps": self.steps.state_dict(),
+            "means": {name: state_of(getattr(self, name)) for name in ("train_loss", "train_accuracy")},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_checkpoint(
+            checkpoint, str((self._trainer and self._trainer.ckpt_path) or "the checkpoint")
+        )
         saved = checkpoint.get("ortho_vit")
-        if saved is not None:
-            self._seed = saved["seed"]
-            _restore(self.train_loss, saved["train_loss"])
-            _restore(self.train_accuracy, saved["train_accuracy"])
+        if saved is not None and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._seed, self._means = saved["seed"], saved.get("means", {})
+            if "steps" in saved:
+                self.steps.load_state_dict(saved["steps"])
+
+    def check_checkpoint(self, checkpoint: dict[str, Any], source: str) -> None:
+        """Raise ValueError for weights or a momentum that no run of ours has written."""
+        theirs = checkpoint["state_dict"]
+        for name, x in self.state_dict().items():
+            if name not in theirs or theirs[name].shape != x.shape:
+                raise ValueError(
+                    f"{source} is of another model: its {name!r} is missing, or of another shape"
+                )
+        for key in ("state_dict", "current_model_state"):  # with averaging, the average and the weights
+            weights = checkpoint.get(key, {})
+            check_finite(weights, source)
+            if keeps_manifold(self.hparams):
+                check_manifold(self, weights, source)
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            for number, state in optimizer["state"].items():
+                tensors = {
+                    f"{key} of parameter {number}": x for key, x in state.items() if isinstance(x, Tensor)
+                }
+                check_finite(tensors, source)
 
 
 def _build(name: str, weights: str | None, **kwargs: Any) -> nn.Module:
@@ -280,18 +367,6 @@ def _seed_everything(*parts: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _state_of(metric: Any) -> dict[str, Tensor]:
-    return {name: getattr(metric, name).clone() for name in metric._defaults} | {
-        "count": torch.tensor(metric._update_count)
-    }
-
-
-def _restore(metric: Any, state: dict[str, Tensor]) -> None:
-    metric._update_count = int(state["count"])
-    for name in metric._defaults:
-        setattr(metric, name, state[name].clone())
 
 
 # -------------------------------------------------------------- the optimizer, as a call and as values

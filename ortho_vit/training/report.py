@@ -1,6 +1,7 @@
 """What a run says: a line an epoch, a table of its history, curves, and a summary at the end."""
 
 import csv
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -157,12 +158,27 @@ def describe(model: torch.nn.Module, name: str) -> str:
     return line
 
 
+def preview(path: Path, rows: int = 10) -> str:
+    """The first predictions of a CSV file as a table."""
+    with open(path, newline="") as file:
+        lines = list(itertools.islice(csv.reader(file), rows + 1))
+    table = Table(*lines[0])
+    for name, label, probability in lines[1:]:
+        table.add_row(name, label, f"{float(probability):.1%}")
+    return _plain(table)
+
+
 def summary(rows: dict[str, str]) -> str:
     """Names and values as a table, plain where the output is no terminal."""
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, value, style=None)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    return _plain(table)
+
+
+def _plain(table: Table) -> str:
+    """A table as text; nothing in it is markup, whatever a file may be called."""
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     for column in table.columns:
         column.overflow = "fold"
     with console.capture() as capture:

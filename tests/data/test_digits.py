@@ -108,3 +108,14 @@ def test_wrong_arguments_are_answered_in_one_line(kwargs, message):
 def test_a_loader_before_setup_says_what_to_call():
     with pytest.raises(RuntimeError, match=r'Digits: call setup\("fit"\) first'):
         Digits().train_dataloader()
+
+
+def test_enlarged_digits_are_the_same_pictures():
+    small, large = Digits().read(train=False)[0], Digits(image_size=32).read(train=False)[0]
+    assert large.shape == (359, 1, 32, 32)
+    means = large.float().unflatten(-1, (8, 4)).mean(-1).unflatten(-2, (8, 4)).mean(-2)
+    assert (means - small).abs().mean() < 30  # of 255: measured 18, two different digits 60
+    data = sets(image_size=16, batch_size=4)
+    assert next(iter(data.train_dataloader()))[0].shape == (4, 1, 16, 16)
+    with pytest.raises(ValueError, match="Digits: image_size must be at least 8, got 4"):
+        Digits(image_size=4)

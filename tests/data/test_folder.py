@@ -231,18 +231,6 @@ def test_what_is_not_a_file_is_not_opened(tmp_path):
     assert names == ["a.png"]
 
 
-def test_a_stray_file_among_the_classes_is_named(tmp_path):
-    (folder(tmp_path) / "cat" / "notes.txt").write_text("hello")
-    message = one_line(ValueError, lambda: opened(tmp_path))
-    assert message == f"ImageFolder: {tmp_path}/cat/notes.txt is not a picture; take it out of the folder"
-
-
-def test_a_class_that_training_does_not_have_is_named(tmp_path):
-    folder(tmp_path, parts=("train", "val"), count=1)
-    picture(tmp_path / "val" / "bird" / "0.png")
-    assert "bird" in one_line(ValueError, lambda: opened(tmp_path))
-
-
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_missing_pictures_are_answered_with_where_to_put_them(tmp_path, stage):
     (tmp_path / "empty").mkdir()

@@ -121,3 +121,13 @@ def test_loading_leaves_the_global_random_state_alone(num_workers):
     before = torch.get_rng_state()
     list(train_loader(num_workers=num_workers))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_the_samples_of_a_batch_are_known_by_their_places_in_the_whole_set(epoch):
+    loader = train_loader(epoch, crop=False)
+    images, labels = Digits().read(train=True)
+    for number, (found, targets) in enumerate(loader):
+        rows = loader.samples(epoch, number)
+        assert torch.equal(labels[rows], targets)
+        torch.testing.assert_close(images[rows] / 255, found * Digits.std[0] + Digits.mean[0])

@@ -58,7 +58,9 @@ def test_groups_share_the_runs_they_have_in_common():
     assert count("own") == 4 * 3
     assert count("learning-rate") == 2 * len(FACTORS)
     assert count("projections") == 4
-    assert count("all") == 48 + 12 + 10 + 3  # the paper's rate with either integrator, and QK, are there already
+    assert (
+        count("all") == 48 + 12 + 10 + 3
+    )  # the paper's rate with either integrator, and QK, are there already
 
 
 def test_rows_are_chosen_by_pattern_from_all_groups():

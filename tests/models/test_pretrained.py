@@ -37,6 +37,7 @@ PIXELS = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, generator=torc
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 ABOUT = {
     "pixels": PIXELS,
+    "labels": [0, 1, 2, 3, 0, 1, 2, 3],
     "classes": ["circle", "cross", "square", "star"],
     "data": "shapes",
     "mean": (0.5, 0.4, 0.3),
@@ -379,6 +380,8 @@ def test_nothing_is_saved_that_would_not_load_again(tmp_path):
             r"pixels must be uint8 \(n, channels, height, width\), got torch.float32",
         ),
         (NAME, {"classes": ["cat", "dog"]}, "2 classes, but 4 logits"),
+        (NAME, {"labels": [4] * 8}, r"labels must be one of the 4 classes a picture, got \[4, 4"),
+        (NAME, {"labels": [0]}, r"labels must be one of the 4 classes a picture, got \[0\]"),
     ],
 )
 def test_nothing_is_saved_with_a_card_that_is_wrong(tmp_path, name, about, match):

@@ -1,13 +1,17 @@
 """What the training tests share: a small run in a folder of its own."""
 
+import io
+import tarfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from torch import Tensor
 
-from ortho_vit.data import Digits
+from ortho_vit.data import CIFAR10, Digits
 from ortho_vit.optim import StiefelSGD
 from ortho_vit.training import Checkpoints, Classifier, History, OrthogonalityMonitor
 
@@ -44,3 +48,42 @@ def make_trainer(
 
 def digits(**kwargs: Any) -> Digits:
     return Digits(**{"batch_size": 32, "limit": 128} | kwargs)
+
+
+def write_cifar10(root: Path, per_file: int) -> None:
+    """A small archive of the official binary layout, of random pictures."""
+    layout, rng = CIFAR10.layouts[0], np.random.default_rng(0)
+    with tarfile.open(root / layout.archive, "w:gz") as archive:
+        for name in layout.train + layout.test:
+            pixels = rng.integers(0, 256, (per_file, 3072), dtype=np.uint8)
+            labels = rng.integers(0, 10, per_file, dtype=np.uint8)
+            content = np.column_stack([labels, pixels]).tobytes()
+            member = tarfile.TarInfo(f"{layout.folder}/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def assert_same_bits(a, b, where=""):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same_bits(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same_bits(x, y, f"{where}/{i}")
+    elif isinstance(a, Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b or (a != a and b != b), f"{where}: {a} and {b}"
+
+
+class BadPicture(L.Callback):
+    """Spoils the second picture of some batches, given as pairs of epoch and batch."""
+
+    def __init__(self, *where, value=float("nan")):
+        self.where, self.value = where, value
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) in self.where:
+            batch[0][1] = self.value

@@ -1,8 +1,10 @@
 from functools import partial
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from small_run import digits, make_classifier, make_trainer
 
 from ortho_vit import orthogonality_error, stiefel_parameters
@@ -118,15 +120,14 @@ def test_hyper_parameters_are_plain_and_restore_the_model(tmp_path):
         assert torch.equal(ours, theirs)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
-    class Poison(L.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == 5:
-                batch[0].fill_(float("nan"))
-
-    trainer = make_trainer(tmp_path, Poison(), every_n_steps=1)
-    with pytest.raises(FloatingPointError, match=r"the loss is nan at step 5 \(epoch 1, batch 1\)"):
-        trainer.fit(make_classifier(), datamodule=digits())
-    last = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
-    assert last["global_step"] == 5
-    assert all(value.isfinite().all() for value in last["state_dict"].values())
+def test_a_strategy_that_shards_parameters_is_refused():
+    model = make_classifier()
+    model.trainer = SimpleNamespace(strategy=ModelParallelStrategy())
+    message = (
+        r"ModelParallelStrategy cuts parameters apart, orthonormal blocks too; use trainer\.strategy=ddp"
+    )
+    with pytest.raises(ValueError, match=message):
+        model.setup("fit")
+    free = make_classifier(partial(torch.optim.SGD, lr=0.1), constraint=None)
+    free.trainer = model.trainer
+    free.setup("fit")

@@ -102,3 +102,102 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path):
 def test_weights_that_are_neither_a_file_nor_the_models_say_so():
     with pytest.raises(ValueError, match="neither a file nor the name of weights"):
         make_classifier(weights="ortho_vit_nano.cifar10")
+
+
+# ------------------------------------------------------------------------------------------- off the manifold
+
+QKV = "blocks.1.attn.qkv.weight"
+
+
+def change(path, target, **keys):
+    """Copy a checkpoint with some of its entries replaced, by functions of what they were."""
+    content = torch.load(path, weights_only=True)
+    for key, function in keys.items():
+        content[key] = function(content[key])
+    torch.save(content, target)
+    return str(target)
+
+
+def scaled(state, name=f"model.{QKV}", factor=1.01):
+    return state | {name: state[name] * factor}
+
+
+@pytest.mark.filterwarnings("ignore:parameter .* was off the manifold")
+def test_a_run_that_kept_the_constraint_has_no_weights_off_the_manifold(trained, tmp_path):
+    path = change(trained[1], tmp_path / "damaged.ckpt", state_dict=scaled)
+    with pytest.raises(
+        ValueError, match=rf"is refused: its '{QKV}' is off the manifold by 0\.02, more than 1e-04"
+    ):
+        make_classifier(weights=path)
+    make_classifier(weights=path, constraint="across")  # which that run has never claimed
+    make_classifier(weights=path, constraint=None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"class_path": "ortho_vit.optim.RegularizedSGD", "init_args": {"lr": 0.1}},
+        {"class_path": "ortho_vit.optim.StiefelSGD", "init_args": {"lr": 0.1, "inner_steps": 1}},
+        {"class_path": "torch.optim.AdamW"},
+    ],
+)
+def test_weights_of_a_run_that_claims_nothing_are_put_on_the_manifold(trained, tmp_path, optimizer):
+    def claim(hyper_parameters):
+        return hyper_parameters | {"optimizer": optimizer}
+
+    path = change(trained[1], tmp_path / "other.ckpt", state_dict=scaled, hyper_parameters=claim)
+    with pytest.warns(
+        UserWarning, match=f"'{QKV}' .* was off the manifold by 0.02: replaced by its polar factor"
+    ):
+        model = make_classifier(weights=path)
+    assert orthogonality_error(model.model) < 2e-6
+
+
+def test_weights_of_a_plain_file_are_put_on_the_manifold(trained, tmp_path):
+    save_file(scaled(trained[0].model.state_dict(), QKV), tmp_path / "plain.safetensors")
+    with pytest.warns(UserWarning, match="was off the manifold"):
+        model = make_classifier(weights=str(tmp_path / "plain.safetensors"))
+    assert orthogonality_error(model.model) < 2e-6
+
+
+def test_rounded_weights_of_a_run_are_not_damaged(trained, tmp_path):
+    def rounded(state):
+        return {name: value.bfloat16() for name, value in state.items()}
+
+    path = change(trained[1], tmp_path / "rounded.ckpt", state_dict=rounded)
+    with pytest.warns(UserWarning, match="was off the manifold by 0.00"):
+        model = make_classifier(weights=path)
+    assert orthogonality_error(model.model) < 2e-6
+
+
+def nan_in(state, name):
+    return state | {name: torch.full_like(state[name], float("nan"))}
+
+
+def nan_momentum(optimizers):
+    (optimizer,) = optimizers
+    optimizer["state"][0]["momentum_buffer"].fill_(float("inf"))
+    return [optimizer]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"state_dict": scaled}, rf"is refused: its 'model\.{QKV}' is off the manifold by 0\.02"),
+        (
+            {"state_dict": lambda s: nan_in(s, "model.head.bias")},
+            r"'model\.head\.bias' has entries that are not finite",
+        ),
+        (
+            {"optimizer_states": nan_momentum},
+            "'momentum_buffer of parameter 0' has entries that are not finite",
+        ),
+    ],
+    ids=["manifold", "weights", "momentum"],
+)
+def test_a_damaged_checkpoint_is_not_resumed(trained, tmp_path, damage, message):
+    path = change(trained[1], tmp_path / "damaged.ckpt", **damage)
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(tmp_path / "again").fit(make_classifier(), datamodule=digits(), ckpt_path=path)
+    assert str(caught.value).startswith(f"{path} is refused: ")
+    assert not (tmp_path / "again/checkpoints").exists()

@@ -13,28 +13,14 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from small_run import digits, make_classifier
-from torch import Tensor
+from lightning.pytorch.plugins import MixedPrecision
+from small_run import BadPicture, assert_same_bits, digits, make_classifier, write_cifar10
 
 from ortho_vit import optim
+from ortho_vit.data import CIFAR10
 from ortho_vit.training import Checkpoints, History, OrthogonalityMonitor, WeightAveraging
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def assert_same_bits(a, b, where=""):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same_bits(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same_bits(x, y, f"{where}/{i}")
-    elif isinstance(a, Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b or (a != a and b != b), f"{where}: {a} and {b}"
 
 
 class KeepAll(Checkpoints):
@@ -49,23 +35,27 @@ class KeepAll(Checkpoints):
             shutil.copy(self.last_path, kept / f"{len(list(kept.iterdir()))}.ckpt")
 
 
-def run(folder, optimizer, *, resume=None, ema=False, data=None, model=None, **trainer):
+def run(folder, optimizer, *, resume=None, ema=False, bad=(), data=(), model=None, kwargs=None, **trainer):
     torch.manual_seed(random.randrange(10**6))  # as another process would start
     model = make_classifier(
         optimizer,
         warmup_epochs=1,
-        model_kwargs={"proj_drop_rate": 0.1, "drop_path_rate": 0.1},
+        model_kwargs={"proj_drop_rate": 0.1, "drop_path_rate": 0.1} | (kwargs or {}),
         **(model or {}),
     )
+    data = dict(data)
     callbacks = [OrthogonalityMonitor(every_n_steps=2, threshold=None), History(), KeepAll(every_n_steps=1)]
+    if trainer.get("precision") == "16-mixed":  # for which the trainer takes bf16-mixed on a CPU
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+        trainer = {"plugins": [MixedPrecision(trainer.pop("precision"), "cpu", scaler)]} | trainer
     L.Trainer(
         default_root_dir=folder,
-        callbacks=[WeightAveraging(decay=0.9), *callbacks] if ema else callbacks,
+        callbacks=[BadPicture(*bad), *([WeightAveraging(decay=0.9)] if ema else []), *callbacks],
         **{"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "num_sanity_val_steps": 0}
         | trainer,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(model, datamodule=digits(**(data or {})), ckpt_path=resume)
+    ).fit(model, datamodule=CIFAR10(**data) if "root" in data else digits(**data), ckpt_path=resume)
     last = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
     return last | {"weights in memory": dict(model.state_dict())}
 
@@ -80,6 +70,14 @@ ADAM = partial(optim.StiefelAdam, lr=3e-3)
         pytest.param(SGD, {}, id="sgd"),
         pytest.param(ADAM, {"accumulate_grad_batches": 3, "max_epochs": 3}, id="adam, accumulating"),
         pytest.param(SGD, {"ema": True}, id="averaging"),
+        pytest.param(
+            SGD,
+            {"ema": True, "bad": [(0, 1), (1, 0), (1, 3)], "model": {"skip_nonfinite": True}},
+            id="leaving out steps",
+            marks=pytest.mark.filterwarnings("ignore:step left out"),
+        ),
+        pytest.param(SGD, {"ema": True, "precision": "bf16-true"}, id="bfloat16"),
+        pytest.param(SGD, {"precision": "16-mixed"}, id="float16"),
         pytest.param(SGD, {"val_check_interval": 2}, id="validating within epochs"),
         pytest.param(SGD, {"check_val_every_n_epoch": 2}, id="validating now and then"),
         pytest.param(SGD, {"data": {"val_size": 0}}, id="not validating"),
@@ -104,6 +102,30 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, optimizer, options):
         assert_same_bits(whole, resumed, f"resumed from {path.name} of {len(kept)}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_augmented_pictures_are_the_same_after_resuming(tmp_path, num_workers):
+    write_cifar10(tmp_path, per_file=20)
+    data = {
+        "root": str(tmp_path),
+        "batch_size": 16,
+        "val_size": 20,
+        "crop": True,
+        "flip": True,
+        "autoaugment": True,
+    }
+    options = {
+        "data": data | {"num_workers": num_workers},
+        "kwargs": {"img_size": 32, "in_chans": 3, "patch_size": 8, "depth": 2, "attn_drop_rate": 0.1},
+        "accumulate_grad_batches": 2,
+    }
+    whole = run(tmp_path / "whole", SGD, **options)
+    kept = sorted((tmp_path / "whole/checkpoints/kept").iterdir(), key=lambda path: int(path.stem))
+    assert len(kept) == 6  # after 2, 4 and 5 batches of each epoch
+    for path in kept[:-1]:
+        assert_same_bits(whole, run(tmp_path / path.stem, SGD, resume=path, **options), path.name)
+
+
 COMMAND = """
 seed_everything: 3
 model:
@@ -111,11 +133,11 @@ model:
   optimizer:
     class_path: ortho_vit.optim.StiefelSGD
     init_args: {lr: 0.1, momentum: 0.9}
-  model_kwargs: {proj_drop_rate: 0.1}
+  model_kwargs: {img_size: 32, in_chans: 3, patch_size: 8, depth: 2, proj_drop_rate: 0.1, drop_path_rate: 0.1}
 data:
-  class_path: ortho_vit.data.Digits
-  init_args: {batch_size: 32, num_workers: NUM_WORKERS}
-trainer: {max_epochs: 3, accelerator: cpu, devices: 1}
+  class_path: ortho_vit.data.CIFAR10
+  init_args: {root: .., batch_size: 8, val_size: 40, autoaugment: true, num_workers: NUM_WORKERS}
+trainer: {max_epochs: 3, accelerator: cpu, devices: DEVICES, strategy: STRATEGY, accumulate_grad_batches: 2}
 checkpoints: {every_n_steps: 3}
 """
 
@@ -134,17 +156,24 @@ def start(folder, *arguments):
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output.decode()
     return output.decode()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_killed_twice_and_resumed_by_the_same_command(tmp_path, num_workers):
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "strategy"),
+    [(0, 1, "auto"), (2, 1, "auto"), (0, 2, "ddp")],
+    ids=["alone", "workers", "two processes"],
+)
+def test_killed_twice_and_resumed_by_the_same_command(tmp_path, num_workers, devices, strategy):
+    text = COMMAND.replace("NUM_WORKERS", str(num_workers))
+    text = text.replace("DEVICES", str(devices)).replace("STRATEGY", strategy)
+    write_cifar10(tmp_path, per_file=100)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.yaml").write_text(COMMAND.replace("NUM_WORKERS", str(num_workers)))
+        (tmp_path / name / "run.yaml").write_text(text)
     finish(start(tmp_path / "whole"))
     last = tmp_path / "killed/runs/run/version_0/checkpoints/last.ckpt"
     for _ in range(2):

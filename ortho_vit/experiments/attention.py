@@ -1,0 +1,164 @@
+"""What a trained network looks at, and how orthogonal its heads are: two figures from weights of the zoo.
+
+    python -m ortho_vit.experiments.attention [--weights NAME] [--free NAME] [--picture CLASS|FILE] [--output DIR]
+
+attention.png has the attention of the class token in the last block, head by head, and over all blocks (rollout, Abnar
+& Zuidema 2020).  gram.png has W Wᵀ of the queries of one block, of weights that were trained free and of those that were
+trained orthonormal.  Pictures come from a file or from the card of the weights: nothing is downloaded.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ortho_vit.data.picture import SUFFIXES, centre_box, decode, resized
+from ortho_vit.experiments.result import Result, new_figure, parse, run_command, save_figure
+from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
+from ortho_vit.models.attention import find_attention
+from ortho_vit.models.pretrained import available
+from ortho_vit.training.images import recorded_attention
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WEIGHTS, FREE = "ortho_vit_nano.cifar10_within_stiefel_sgd", "ortho_vit_nano.cifar10_none_adamw"
+
+
+# ---- the picture and where the network looks ---------------------------------------------------------------------
+
+
+def picture_of(card: Card, which: str | None) -> Tensor:
+    """Pixels (channels, height, width): of a file, of the card's picture of a class, or of its first one."""
+    if which is not None and Path(which).suffix.lower() in SUFFIXES:
+        image = decode(Path(which))
+        image = resized(image, card.golden.shape[-1], centre_box(*image.size, 1.0))
+        pixels = np.asarray(image.convert("L") if card.golden.shape[1] == 1 else image)
+        return torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
+    names = [card.classes[label] for label in card.golden.labels]
+    if which is not None and which not in names:
+        raise ValueError(
+            f"no picture of {which!r} on the card of {card.name}; give a file or one of {', '.join(names)}"
+        )
+    return card.golden.images()[names.index(which) if which else 0]
+
+
+def normalized(pixels: Tensor, card: Card) -> Tensor:
+    mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (card.mean, card.std))
+    return ((pixels / 255 - mean) / std)[None]
+
+
+@torch.no_grad()
+def attend(model: nn.Module, image: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Class probabilities of one picture, and the attention (heads, tokens, tokens) of every block."""
+    with recorded_attention(model) as record:
+        logits = model.eval()(image)
+    return logits[0].softmax(-1), [attention[0] for attention in record]
+
+
+def rollout(attention: Sequence[Tensor]) -> Tensor:
+    """How much of each token (tokens, tokens) arrives after all blocks: Π ½ (A + I), heads averaged."""
+    total = torch.eye(attention[0].shape[-1])
+    for A in attention:
+        total = (A.mean(0) + torch.eye(len(total))) / 2 @ total
+    return total
+
+
+def plot_attention(card: Card, model: Any, pixels: Tensor) -> "Figure":
+    probabilities, attention = attend(model, normalized(pixels, card))
+    side, prefix = model.patch_embed.grid_size[0], model.num_prefix_tokens
+    maps = {f"head {i + 1}": A[0] for i, A in enumerate(attention[-1])}
+    maps["all blocks"] = rollout(attention)[0]
+    figure, axes = new_figure(1, len(maps) + 1, (1.6 * (len(maps) + 1), 1.9))
+    axes[0].imshow(pixels.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray")
+    best = int(probabilities.argmax())
+    axes[0].set_title(f"{card.classes[best]}, {probabilities[best]:.0%}", fontsize=10)
+    for axis, (title, tokens) in zip(axes[1:], maps.items(), strict=True):
+        axis.imshow(tokens[prefix:].view(side, -1).numpy(), cmap="magma", vmin=0)
+        axis.set_title(title, fontsize=10)
+    for axis in axes:
+        axis.set_axis_off()
+    return figure
+
+
+# ---- Gram matrices -----------------------------------------------------------------------------------------------------
+
+
+def heads_of(model: nn.Module, block: int, part: str) -> Tensor:
+    """W^Q or W^K of a block, (heads, d_k, d)."""
+    for projection in find_attention(model)[block].projections:
+        if part in projection.parts:
+            first = projection.parts.index(part) * projection.dim
+            rows = projection.weight.detach()[first : first + projection.dim]
+            return rows.view(projection.heads, -1, rows.shape[-1])
+    raise ValueError(f"block {block} has no projection {part!r}")
+
+
+def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
+    """For each block, how far its heads are from orthonormal rows, whatever their scale."""
+    rows = []
+    for block in range(len(find_attention(model))):
+        row: dict[str, Any] = {"weights": label, "block": block + 1}
+        for part in "qk":
+            singular = torch.linalg.svdvals(heads_of(model, block, part).double())  # (heads, d_k)
+            row[f"condition of W^{part.upper()}, worst head"] = (
+                (singular[:, 0] / singular[:, -1]).max().item()
+            )
+        rows.append(row)
+    return rows
+
+
+def plot_gram(models: dict[str, nn.Module], block: int) -> "Figure":
+    figure, axes = new_figure(1, len(models), (3.4 * len(models), 3.6))
+    for axis, (title, model) in zip(axes, models.items(), strict=True):
+        W = heads_of(model, block, "q").flatten(0, 1)
+        gram = W @ W.mT
+        shown = axis.imshow((gram / gram.diagonal().mean()).abs().numpy(), cmap="magma", vmin=0, vmax=1)
+        axis.set_title(title, fontsize=10)
+        axis.grid(False)
+    figure.colorbar(shown, ax=axes, shrink=0.8, label="|W Wᵀ|, mean diagonal 1")
+    return figure
+
+
+# ---- the command -------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.attention", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--weights", default=WEIGHTS, help="trained orthonormal")
+    parser.add_argument(
+        "--free", help=f"of the same architecture, trained free (default {FREE}, if it is there)"
+    )
+    parser.add_argument("--picture", metavar="CLASS|FILE", help="a class on the card, or a file")
+    parser.add_argument(
+        "--block", type=int, default=1, help="whose Gram matrices are drawn, from 1 (default)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder (default results/)")
+    options = parse(parser, arguments)
+    ours = find_checkpoint(options.weights)
+    free = options.free or (FREE if FREE in available() else None)
+    torch.manual_seed(0)
+    models = {"free, untrained": create_model(ours.card.architecture, constraint=None, **ours.card.arguments)}
+    if free:
+        models[f"free, {free.partition('.')[2]}"] = load_checkpoint(find_checkpoint(free))
+    models[f"orthonormal, {ours.card.tag}"] = model = load_checkpoint(ours)
+    depth = len(find_attention(model))
+    if not 1 <= options.block <= depth:
+        raise ValueError(f"block must be in [1, {depth}], got {options.block}")
+    pixels = picture_of(ours.card, options.picture)
+    save_figure(plot_attention(ours.card, model, pixels), options.output / "attention.png")
+    save_figure(plot_gram(models, options.block - 1), options.output / "gram.png")
+    table = [row for label, each in models.items() for row in measure(label, each)]
+    result = Result("gram", {"weights": ours.card.name, "free": free, "block": options.block}, table=table)
+    result.save(options.output)
+    result.print_table()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,243 @@
+"""Fine-tuning on few pictures, from weights trained on CIFAR-10 and from scratch: accuracy on a test set, paired by seed.
+
+    python -m ortho_vit.experiments.finetuning [--weights NAME] [--data mnist --root DIR] [--quick] [--output DIR]
+
+Digits are scikit-learn's, 8×8 and enlarged to the 32×32 that the network was trained on; MNIST's are enlarged from 28×28.
+Every way of training sees the same pictures in the same order, and has the learning rate that is best for it on
+training pictures held out.  From scratch the network also gets three times the steps, and both ways are tried at the
+digits' own 8×8, which is easier from scratch.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ortho_vit.data import Digits
+from ortho_vit.data.noise import hold_out
+from ortho_vit.experiments.result import (
+    Result,
+    add_common_options,
+    new_figure,
+    parse,
+    progress,
+    run_command,
+    save_figure,
+)
+from ortho_vit.experiments.transport import read_mnist
+from ortho_vit.models import create_model, find_checkpoint
+from ortho_vit.optim import StiefelAdam
+from ortho_vit.training.schedule import warmup_cosine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WEIGHTS = "ortho_vit_nano.cifar10_within_stiefel_sgd"
+RATES, BATCH, HELD_OUT = (1e-3, 3e-3, 1e-2), 16, 300
+LONGER = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """Grey pictures (N, 1, H, W), normalised, and labels; `held_out` chooses rates, `test` is used once."""
+
+    train: tuple[Tensor, Tensor]
+    held_out: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> "Task":
+        mean, std = train[0].mean(), train[0].std()
+        (images, labels), (test_images, test_labels) = train, test
+        images, test_images = (images - mean) / std, (test_images - mean) / std
+        out, rest = (torch.from_numpy(rows) for rows in hold_out(labels.numpy(), HELD_OUT, 0))
+        return cls((images[rest], labels[rest]), (images[out], labels[out]), (test_images, test_labels))
+
+    def few(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """`count` training pictures, every class in its proportion."""
+        images, labels = self.train
+        rows = torch.from_numpy(hold_out(labels.numpy(), count, seed)[0])
+        return images[rows], labels[rows]
+
+
+def digits_task() -> Task:
+    parts = [Digits().read(train) for train in (True, False)]
+    train, test = ((images / 255, labels) for images, labels in parts)
+    return Task.of(train, test)
+
+
+def mnist_task(root: Path) -> Task:
+    """With 1,000 of the test pictures, which is as many as the differences need."""
+    train, (images, labels) = (read_mnist(root, train=part) for part in (True, False))
+    rows = hold_out(labels.numpy(), 1000, 0)[0]
+    return Task.of(train, (images[rows], labels[rows]))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to come to a classifier: from which weights, at which size of picture, in how many steps."""
+
+    label: str
+    build: Callable[[], nn.Module]
+    size: int
+    steps: int
+
+
+def pretrained(name: str, size: int) -> nn.Module:
+    """The network with its weights, for grey pictures of a size, and with a new head."""
+    model: Any = create_model(name, pretrained=True, in_chans=1, img_size=size)
+    model.reset_classifier(10)
+    return model
+
+
+def ways(name: str, steps: int, own_size: int | None) -> list[Way]:
+    checkpoint = find_checkpoint(name)
+    size = checkpoint.card.golden.shape[-1]
+    new = partial(create_model, checkpoint.card.architecture, num_classes=10, in_chans=1)
+    found = [
+        Way("pretrained", partial(pretrained, name, size), size, steps),
+        Way("from scratch", new, size, steps),
+        Way(f"from scratch, {LONGER}× the steps", new, size, LONGER * steps),
+    ]
+    if own_size is not None:
+        at, more = f"at {own_size}×{own_size}, {LONGER}× the steps", LONGER * steps
+        found.append(Way(f"pretrained, {at}", partial(pretrained, name, own_size), own_size, more))
+        found.append(Way(f"from scratch, {at}", partial(new, img_size=own_size), own_size, more))
+    return found
+
+
+def resized(images: Tensor, size: int) -> Tensor:
+    return images if images.shape[-1] == size else F.interpolate(images, (size, size), mode="bilinear")
+
+
+def train(way: Way, images: Tensor, labels: Tensor, *, lr: float, seed: int) -> nn.Module:
+    """The same recipe for all: StiefelAdam, a warm-up and a cosine, batches drawn by seed."""
+    torch.manual_seed(seed)
+    model = way.build().train()
+    images = resized(images, way.size)
+    optimizer = StiefelAdam(model.parameters(), lr=lr, weight_decay=5e-5)
+    shape = partial(warmup_cosine, warmup=way.steps // 10, total=way.steps)
+    schedule = LambdaLR(optimizer, shape)
+    generator = np.random.default_rng(seed)
+    for _ in range(way.steps):
+        batch = torch.from_numpy(generator.choice(len(labels), min(BATCH, len(labels)), replace=False))
+        loss = F.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, way: Way, images: Tensor, labels: Tensor) -> float:
+    parts = [model.eval()(resized(part, way.size)).argmax(1) for part in images.split(250)]
+    return (torch.cat(parts) == labels).float().mean().item()
+
+
+def choose_rate(way: Way, task: Task, count: int, seed: int) -> float:
+    """The rate that is best on the pictures held out, with a seed that is not used again."""
+    images, labels = task.few(count, seed)
+    scores = {lr: accuracy(train(way, images, labels, lr=lr, seed=seed), way, *task.held_out) for lr in RATES}
+    return max(RATES, key=lambda lr: scores[lr])
+
+
+def compare(
+    task: Task, *, name: str = WEIGHTS, own_size: int | None, label: str, seed: int = 0, quick: bool = False
+) -> Result:
+    """Test accuracy of every way, for a few sizes of training set and several seeds."""
+    sizes, seeds, steps = ((20,), 2, 2) if quick else ((100, 300), 5, 120)
+    settings = {"weights": name, "data": label, "steps": steps, "batch": BATCH, "seeds": seeds, "seed": seed}
+    result = Result(f"finetuning-{label}", settings)
+    for way in ways(name, steps, own_size):
+        curve: dict[str, list[float]] = {"images": [], "seed": [], "accuracy": []}
+        with progress(f"{label}: {way.label}"):
+            lr = choose_rate(way, task, sizes[0], seed + seeds)
+            for count in sizes:
+                for s in range(seed, seed + seeds):
+                    model = train(way, *task.few(count, s), lr=lr, seed=s)
+                    for column, value in zip(
+                        curve, (count, s, accuracy(model, way, *task.test)), strict=True
+                    ):
+                        curve[column].append(float(value))
+        result.series[way.label] = curve
+        result.table += [row(way, lr, count, result.series) for count in sizes]
+    return result
+
+
+def row(way: Way, lr: float, count: int, series: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Mean and standard deviation in percent, and how much less than pretrained, seed by seed."""
+    mine, best = (of_size(series[label], count) for label in (way.label, "pretrained"))
+    less = [100 * (b - a) for a, b in zip(mine, best, strict=True)]
+    return {
+        "training pictures": count,
+        "network": way.label,
+        "lr": lr,
+        "test accuracy": _mean_and_deviation([100 * a for a in mine]),
+        "pretrained is better by": _mean_and_deviation(less) if way.label != "pretrained" else None,
+    }
+
+
+def of_size(curve: dict[str, list[float]], count: int) -> list[float]:
+    return [a for a, n in zip(curve["accuracy"], curve["images"], strict=True) if n == count]
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def markdown(table: list[dict[str, Any]]) -> str:
+    lines = [list(table[0]), ["---"] * len(table[0])]
+    lines += [["–" if value is None else str(value) for value in each.values()] for each in table]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(result: Result) -> "Figure":
+    figure, axis = new_figure(1, 1, (7, 4))
+    sizes = sorted({count for curve in result.series.values() for count in curve["images"]})
+    width = 0.8 / len(result.series)
+    for i, (label, curve) in enumerate(result.series.items()):
+        values = [of_size(curve, int(count)) for count in sizes]
+        places = [j + (i - (len(result.series) - 1) / 2) * width for j in range(len(sizes))]
+        means, deviations = ([100 * f(v) for v in values] for f in (statistics.mean, statistics.stdev))
+        axis.bar(places, means, width, yerr=deviations, label=label, capsize=2)
+    axis.set_xticks(range(len(sizes)), [f"{count:.0f}" for count in sizes])
+    axis.set(
+        xlabel="training pictures", ylabel="test accuracy, %", title=result.settings["data"], ylim=(0, 100)
+    )
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.finetuning", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--weights", default=WEIGHTS, help=f"where fine-tuning starts (default {WEIGHTS})")
+    parser.add_argument("--data", choices=("digits", "mnist"), default="digits")
+    parser.add_argument(
+        "--root", type=Path, default=Path("data"), help="folder that has MNIST/raw (default data/)"
+    )
+    add_common_options(parser)
+    options = parse(parser, arguments)
+    mnist = options.data == "mnist"
+    task = mnist_task(options.root) if mnist else digits_task()
+    own_size = None if mnist else task.train[0].shape[-1]
+    common = {"name": options.weights, "seed": options.seed, "quick": options.quick}
+    result = compare(task, own_size=own_size, label=options.data, **common)
+    result.save(options.output)
+    save_figure(plot(result), options.output / f"{result.name}.png")
+    print(markdown(result.table))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

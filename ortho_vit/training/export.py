@@ -1,0 +1,190 @@
+"""`python train.py export`: a run becomes an entry of the zoo, weights and card, its accuracy measured anew.
+
+    python train.py export --ckpt_path RUN/checkpoints/best.ckpt --name TAG
+
+The weights are those that `test` would use, averaged ones where the run averaged them.  The data set is that of the run's
+`config.yaml`; its test set gives the accuracy and the pictures whose logits go on the card.
+"""
+
+import argparse
+import inspect
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import instantiate_class
+from torch import Tensor
+
+from ortho_vit.models import pretrained, save_checkpoint
+from ortho_vit.models.card import NAME
+from ortho_vit.models.pretrained import check_weights
+from ortho_vit.training.compose import UsageError, explain
+from ortho_vit.training.module import Classifier
+from ortho_vit.training.report import summary
+from ortho_vit.training.run import config_beside, read_config, read_run
+
+PICTURES = 8
+PLACES = ("download", "num_workers", "predict_root")  # of a data module, and no part of the recipe
+NOT_OF_THE_ARCHITECTURE = ("projections", "preserve")  # arguments that the card has fields for
+ON_THE_CARD = ("name", "optimizer", "constraint", "num_classes", "model_kwargs")
+TRAINER = (
+    "max_epochs", "max_steps", "max_time", "devices", "num_nodes", "precision", "accumulate_grad_batches",
+    "gradient_clip_val", "gradient_clip_algorithm", "limit_train_batches", "callbacks",
+)  # fmt: skip
+
+DEFAULTS = inspect.signature(L.Trainer).parameters
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(explain(message, [o for action in self._actions for o in action.option_strings]))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python train.py export", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--ckpt_path", metavar="FILE", help="checkpoint of the run")
+    add("--name", help="architecture.tag, or the tag alone")
+    add("--folder", default=str(pretrained.FOLDER), help="where to (default: the repository's checkpoints/)")
+    add("--overwrite", choices=("true", "false"), default="false", help="replace weights of that name")
+    add("--config", metavar="FILE", help="the run's config.yaml, where it is not beside the checkpoint")
+    add(
+        "--data.root", dest="root", metavar="FOLDER", help="where the data lie, if not where the run had them"
+    )
+    add("--licence", default="MIT", help="of the weights (default: MIT)")
+    options = parser.parse_args(arguments)
+    if not options.ckpt_path or not options.name:
+        raise UsageError("export needs --ckpt_path RUN/checkpoints/best.ckpt and --name TAG")
+    return options
+
+
+class Export:
+    """Parses and checks; `run` measures and writes."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.options = options = parse(arguments)
+        self.checkpoint = read_run(options.ckpt_path)
+        self.hparams = self.checkpoint["hyper_parameters"]
+        self.name = _full_name(options.name, self.hparams["name"].partition(".")[0])
+        self.target = Path(options.folder) / f"{self.name}.safetensors"
+        if self.target.exists() and options.overwrite == "false":
+            raise UsageError(f"{self.target} exists already; --overwrite true replaces it")
+        self.config_path = Path(options.config) if options.config else config_beside(options.ckpt_path)
+        self.config = read_config(self.config_path)
+        self.model = _model(self.checkpoint, options.ckpt_path)
+        check_weights(self.model.model, self.name)
+        self.data = self._data()
+        self.model.check_data(self.data)
+
+    def _data(self) -> Any:
+        described = self.config["data"]
+        arguments = dict(described.get("init_args") or {})
+        if self.options.root:
+            arguments["root"] = self.options.root
+        try:
+            data = instantiate_class((), described | {"init_args": arguments})
+        except (ImportError, AttributeError, TypeError) as error:
+            raise UsageError(f"{self.config_path}: data: {error}") from error
+        for attribute in ("classes", "mean", "std"):
+            if not hasattr(data, attribute):
+                raise UsageError(f"{type(data).__name__} has no {attribute}, which a card must give")
+        return data
+
+    def run(self) -> None:
+        trainer = L.Trainer(
+            devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
+            enable_progress_bar=False,
+        )  # fmt: skip
+        results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
+        accuracy = {name: value for name, value in results.items() if "accuracy" in name}
+        pixels, labels = sample(self.data, PICTURES)
+        written = save_checkpoint(
+            self.model.model,
+            self.name,
+            pixels=pixels,
+            labels=labels,
+            classes=self.data.classes,
+            data=type(self.data).__name__,
+            mean=self.data.mean,
+            std=self.data.std,
+            accuracy=accuracy,
+            command=self._command(),
+            optimizer=self.hparams["optimizer"],
+            recipe=self._recipe(),
+            arguments=self._arguments(),
+            licence=self.options.licence,
+            folder=self.options.folder,
+            overwrite=True,  # asked for, or nothing was there
+        )
+        rows = {name.replace("/", " ").replace("_", " "): f"{value:.2%}" for name, value in accuracy.items()}
+        print(summary(rows | {"weights": str(written), "measure it": self._command()}), flush=True)
+
+    def _command(self) -> str:
+        """What measures the accuracy again: by name from the repository's folder, otherwise by path."""
+        own = self.target.parent.resolve() == pretrained.FOLDER
+        return f"python train.py test --weights {self.name if own else shlex.quote(str(self.target))}"
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = self.hparams["model_kwargs"] or {}
+        return {key: value for key, value in arguments.items() if key not in NOT_OF_THE_ARCHITECTURE}
+
+    def _recipe(self) -> dict[str, Any]:
+        """What, besides model and optimizer, it takes to train it again, by the keys of a configuration."""
+        data, trainer = self.config["data"], self.config.get("trainer") or {}
+        arguments = {k: v for k, v in (data.get("init_args") or {}).items() if k not in PLACES}
+        if Path(str(arguments.get("root", ""))).is_absolute():
+            del arguments["root"]  # a place on one machine
+        model = {k: v for k, v in self.hparams.items() if k not in ON_THE_CARD and v is not None}
+        if "weights" in model:
+            model["weights"] = Path(model["weights"]).name
+        return {
+            "seed_everything": self.config.get("seed_everything"),
+            "model": model,
+            "data": {"class_path": data["class_path"], "init_args": arguments},
+            "trainer": {k: trainer[k] for k in TRAINER if k in trainer and trainer[k] != DEFAULTS[k].default},
+            "steps": self.checkpoint["global_step"],
+        }
+
+
+def _full_name(name: str, architecture: str) -> str:
+    if "." not in name:
+        name = f"{architecture}.{name}"
+    if not NAME.fullmatch(name):
+        raise UsageError(f"name must be architecture.tag, of letters, digits, '_', '-' and '.', got {name!r}")
+    if name.partition(".")[0] != architecture:
+        raise UsageError(
+            f"name is {name!r}, but the run is of {architecture}: give --name {architecture}.TAG"
+        )
+    return name
+
+
+def _model(checkpoint: dict[str, Any], path: str) -> Classifier:
+    model = Classifier(**checkpoint["hyper_parameters"] | {"weights": None})
+    try:
+        model.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path}: its weights do not fit the model it describes: {reason}") from error
+    return model
+
+
+def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:
+    """The test set's first picture of each class, at most `count` of them, as pixels; and their labels."""
+    found: dict[int, Tensor] = {}
+    for image, label in _test_pictures(data):
+        found.setdefault(label, image)
+        if len(found) == min(count, len(data.classes)):
+            break
+    images = torch.stack(list(found.values()))
+    mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (data.mean, data.std))
+    pixels = (images * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+    return pixels, list(found)
+
+
+def _test_pictures(data: Any) -> Iterable[tuple[Tensor, int]]:
+    for images, labels in data.test_dataloader():
+        yield from zip(images, labels.tolist(), strict=True)

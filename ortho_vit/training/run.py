@@ -1,0 +1,48 @@
+"""A run on disk: a checkpoint, and the configuration that it was trained with beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ortho_vit.training.compose import UsageError
+from ortho_vit.training.weights import read_checkpoint
+
+
+def read_run(path: str) -> dict[str, Any]:
+    """A checkpoint of a run, its `hyper_parameters` those of the model alone."""
+    if Path(path).suffix == ".safetensors":
+        raise UsageError(
+            f"{path} holds weights and no run to continue: give it as --model.weights instead of --ckpt_path"
+        )
+    try:
+        checkpoint = read_checkpoint(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"ckpt_path: {error}") from error
+    stored = checkpoint.get("hyper_parameters")
+    weights = checkpoint.get("state_dict")
+    if not isinstance(stored, dict) or not isinstance(weights, dict) or "name" not in stored:
+        raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
+    model = {key: value for key, value in stored.items() if not key.startswith("_")}
+    return checkpoint | {"hyper_parameters": model}
+
+
+def config_beside(path: str) -> Path:
+    """The `config.yaml` of a checkpoint: in its folder, or in the one above, where a run keeps it."""
+    folders = Path(path).absolute().parent, Path(path).absolute().parent.parent
+    for folder in folders:
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise UsageError(f"no config.yaml in {folders[1]}, beside {path}: give the run's with --config")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A configuration as a run writes it: whole, without bases."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"no configuration {path}: {error}") from error
+    data = config.get("data") if isinstance(config, dict) else None
+    if not isinstance(data, dict) or "class_path" not in data:
+        raise UsageError(f"{path} names no data; give the config.yaml that the run wrote")
+    return config

@@ -1,0 +1,87 @@
+"""Attention maps and Gram matrices from weights of a small zoo."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from ortho_vit import create_model
+from ortho_vit.experiments.attention import attend, heads_of, main, measure, picture_of, rollout
+from ortho_vit.experiments.result import run_command
+from ortho_vit.models import find_checkpoint, save_checkpoint
+
+PIXELS = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+ABOUT = {
+    "pixels": PIXELS,
+    "labels": [2, 0, 1, 3],
+    "classes": ["bird", "cat", "dog", "frog"],
+    "data": "animals",
+    "mean": (0.5, 0.4, 0.3),
+    "std": (0.25, 0.2, 0.3),
+    "accuracy": {"test/accuracy": 0.25},
+    "command": "none",
+    "optimizer": {},
+    "recipe": {},
+    "arguments": {"depth": 2},
+}
+OURS, FREE = "ortho_vit_pico.within", "ortho_vit_pico.free"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", str(tmp_path))
+    for name, constraint in ((OURS, "within"), (FREE, None)):
+        model = create_model("ortho_vit_pico", constraint=constraint, depth=2, num_classes=4)
+        save_checkpoint(model, name, folder=tmp_path, **ABOUT)
+    return tmp_path
+
+
+def test_attention_and_its_rollout_are_distributions(folder):
+    probabilities, attention = attend(create_model(OURS, pretrained=True), torch.randn(1, 3, 32, 32))
+    assert [A.shape for A in attention] == [(6, 17, 17)] * 2
+    for each in (probabilities, *attention, rollout(attention)):
+        torch.testing.assert_close(each.sum(-1), torch.ones(each.shape[:-1]))
+
+
+def test_rollout_of_blocks_that_look_nowhere_else_is_the_identity():
+    torch.testing.assert_close(rollout([torch.eye(5).expand(3, 5, 5)] * 4), torch.eye(5))
+
+
+def test_heads_are_the_rows_of_the_fused_weight(folder):
+    model = create_model(FREE, pretrained=True)
+    weight = model.blocks[1].attn.qkv.weight
+    assert torch.equal(heads_of(model, 1, "q")[2], weight[32:48])
+    assert torch.equal(heads_of(model, 1, "k")[0], weight[96:112])
+
+
+def test_only_orthonormal_heads_have_condition_one(folder):
+    for name, orthonormal in ((OURS, True), (FREE, False)):
+        for row in measure(name, create_model(name, pretrained=True)):
+            values = [value for key, value in row.items() if "condition" in key]
+            assert len(values) == 2
+            assert all((abs(value - 1) < 1e-5) == orthonormal for value in values)
+
+
+def test_pictures_come_from_the_card_or_a_file(folder):
+    card = find_checkpoint(OURS).card
+    assert torch.equal(picture_of(card, None), PIXELS[0])
+    assert torch.equal(picture_of(card, "cat"), PIXELS[2])
+    Image.fromarray(PIXELS[3].permute(1, 2, 0).numpy()).save(folder / "own.png")
+    assert torch.equal(picture_of(card, str(folder / "own.png")), PIXELS[3])
+    with pytest.raises(
+        ValueError, match=r"no picture of 'horse' on the card of .*; give a file or one of dog, bird"
+    ):
+        picture_of(card, "horse")
+
+
+def test_the_command_draws_both_figures(folder, capsys):
+    arguments = ["--weights", OURS, "--free", FREE, "--picture", "cat", "--output", str(folder / "out")]
+    main(arguments)
+    assert "free, untrained" in capsys.readouterr().out
+    assert {path.name for path in (folder / "out").iterdir()} == {"attention.png", "gram.png", "gram.json"}
+    assert len(json.loads((folder / "out/gram.json").read_text())["table"]) == 6
+    assert run_command(main, [*arguments, "--block", "3"]) == 1
+    assert capsys.readouterr().err == "error: block must be in [1, 2], got 3\n"
+    assert run_command(main, [*arguments, "--weights", "ortho_vit_pico.gone"]) == 1
+    assert "no checkpoint 'ortho_vit_pico.gone'" in capsys.readouterr().err

@@ -1,0 +1,311 @@
+"""From a run to an entry of the zoo and back: export, then test and predict with what was exported."""
+
+import csv
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from ortho_vit import create_model, orthogonality_error
+from ortho_vit.data import Digits
+from ortho_vit.models import Checkpoint
+from ortho_vit.training.cli import main
+from ortho_vit.training.export import sample
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+REPOSITORY = Path(__file__).parents[2]
+NAME = "ortho_vit_digits.small"
+DIGITS = """
+model:
+  name: ortho_vit_digits
+  model_kwargs: {depth: 2}
+  optimizer: {class_path: ortho_vit.optim.StiefelAdam, init_args: {lr: 3.0e-3}}
+data: {class_path: ortho_vit.data.Digits, init_args: {batch_size: 16, limit: 320}}
+trainer:
+  max_epochs: 10
+  accelerator: cpu
+  callbacks: [{class_path: ortho_vit.training.WeightAveraging, init_args: {decay: 0.9}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run and of the entry made from it, not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "digits.yaml").write_text(DIGITS)
+    assert main(["--config", f"{folder}/digits.yaml", "--trainer.default_root_dir", str(folder)]) == 0
+    (folder / "digits/version_0").rename(folder / "run")
+    assert export(folder, "--name", "small") == 0
+    return folder
+
+
+def export(folder, *options):
+    options = (
+        options
+        if "--ckpt_path" in options
+        else ("--ckpt_path", folder / "run/checkpoints/last.ckpt", *options)
+    )
+    return main(["export", "--folder", f"{folder}/zoo", *map(str, options)])
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch):
+    """A copy of it to work in."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", "zoo")
+    return tmp_path
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def refuses(arguments, code, message, capsys):
+    """One readable line, this code, and nothing written."""
+    before = files_of(".")
+    capsys.readouterr()
+    assert main([str(a) for a in arguments]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert message in error
+    assert files_of(".") == before
+
+
+# -------------------------------------------------------------------------------------------------------------- export
+
+
+def test_the_card_is_filled_from_the_run(folder):
+    card = Checkpoint.open(f"zoo/{NAME}.json").card
+    assert (card.name, card.constraint, card.arguments) == (NAME, "within", {"depth": 2})
+    assert card.optimizer["class_path"] == "ortho_vit.optim.StiefelAdam"
+    assert card.recipe["trainer"]["max_epochs"] == 10
+    assert card.recipe["data"]["init_args"]["limit"] == 320
+    assert (card.recipe["seed_everything"], card.recipe["steps"]) == (0, 200)
+    assert (card.data, card.classes, card.mean, card.std) == (
+        "Digits",
+        list("0123456789"),
+        [0.3053],
+        [0.3759],
+    )
+    assert card.orthogonality_error < 2e-6
+    card.check_golden(create_model(NAME, pretrained=True))
+
+
+def test_the_golden_pictures_are_of_the_test_set_and_of_different_classes(folder):
+    golden = Checkpoint.open(f"zoo/{NAME}.json").card.golden
+    images, labels = Digits().read(train=False)
+    assert len(set(golden.labels)) == len(golden.images()) == 8
+    for image, label in zip(golden.images(), golden.labels, strict=True):
+        assert labels[(images == image).flatten(1).all(1)].tolist() == [label]
+
+
+def test_fewer_classes_give_fewer_golden_pictures():
+    class Two:
+        classes, mean, std = ("a", "b"), (0.5,), (0.25,)
+
+        def test_dataloader(self):
+            pixels = torch.arange(256).view(256, 1, 1, 1)
+            return [((pixels / 255 - 0.5) / 0.25, pixels.flatten() // 128)]
+
+    pixels, labels = sample(Two(), 8)
+    assert (pixels.flatten().tolist(), labels) == ([0, 128], [0, 1])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py test --weights NAME",
+        "python train.py test --config run/config.yaml --model.weights zoo/NAME.safetensors",
+        "python train.py test --config run/config.yaml --ckpt_path run/checkpoints/last.ckpt",
+        None,
+    ],
+)
+def test_the_accuracy_is_what_the_commands_measure(folder, capsys, command):
+    card = Checkpoint.open(f"zoo/{NAME}.json").card
+    assert 0.1 < card.accuracy["test/accuracy"] < 1
+    command = command.replace("NAME", NAME) if command else card.command
+    assert main(shlex.split(command)[2:]) == 0
+    assert f"│ {card.accuracy['test/accuracy']:.2%} " in capsys.readouterr().out
+
+
+def test_averaged_weights_are_exported_where_the_run_averaged(folder):
+    checkpoint = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    averaged, current = checkpoint["state_dict"], checkpoint["current_model_state"]
+    exported = create_model(NAME, pretrained=True)
+    assert orthogonality_error(exported) < 2e-6
+    for key, value in exported.state_dict().items():
+        assert torch.equal(value, averaged[f"model.{key}"])
+    assert not torch.equal(exported.head.weight, current["model.head.weight"])
+
+
+def test_a_full_name_another_licence_and_overwriting(folder, capsys):
+    assert export(folder, "--name", NAME, "--overwrite", "true", "--licence", "CC0-1.0") == 0
+    output = capsys.readouterr().out
+    assert "test accuracy" in output
+    assert f"python train.py test --weights {folder}/zoo/{NAME}.safetensors" in output
+    assert Checkpoint.open(f"zoo/{NAME}.json").card.licence == "CC0-1.0"
+
+
+def test_a_place_on_one_machine_is_not_on_the_card(folder):
+    generator = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        for i in range(6):
+            path = folder / "pictures" / label / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
+    data = f"--data ImageFolder --data.root {folder}/pictures --data.image_size 32 --data.val_size 4"
+    model = "--model.name ortho_vit_pico --name own --trainer.max_epochs 1 --trainer.default_root_dir runs"
+    assert main(["--config", "digits.yaml", *data.split(), *model.split()]) == 0
+    assert export(folder, "--ckpt_path", "runs/own/version_0/checkpoints/last.ckpt", "--name", "own") == 0
+    card = Checkpoint.open("zoo/ortho_vit_pico.own.json").card
+    assert card.classes == ["cat", "dog"]
+    assert len(card.golden.labels) == 2
+    assert "root" not in card.recipe["data"]["init_args"]
+    assert main(["test", "--weights", "ortho_vit_pico.own", "--data.root", "pictures"]) == 0
+    assert main(["predict", "--weights", "ortho_vit_pico.own", "--pictures", "pictures/cat"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("", 2, "export needs --ckpt_path RUN/checkpoints/best.ckpt and --name TAG"),
+        ("--name x", 2, "export needs --ckpt_path"),
+        ("--ckpt_path RUN --name x --model.name y", 2, "unknown argument --model.name"),
+        ("--ckpt_path RUN --name x --foldr y", 2, "unknown argument --foldr; did you mean --folder?"),
+        ("--ckpt_path RUN --name x --overwrite maybe", 2, "--overwrite"),
+        ("--ckpt_path RUN --name ortho_vit_pico.x", 2, "but the run is of ortho_vit_digits: give --name "),
+        ("--ckpt_path RUN --name ../x", 2, "name must be architecture.tag"),
+        ("--ckpt_path RUN --name small", 2, "small.safetensors exists already; --overwrite true replaces it"),
+        ("--ckpt_path gone.ckpt --name x", 2, "ckpt_path: no checkpoint gone.ckpt"),
+        ("--ckpt_path digits.yaml --name x", 2, "ckpt_path: digits.yaml is "),
+        ("--ckpt_path zoo/ortho_vit_digits.small.safetensors --name x", 2, "holds weights and no run"),
+        ("--ckpt_path RUN --name x --config gone.yaml", 2, "no configuration gone.yaml"),
+        ("--ckpt_path RUN --name x --config nodata.yaml", 2, "nodata.yaml names no data"),
+        ("--ckpt_path RUN --name x --config noclass.yaml", 2, "noclass.yaml: data: "),
+        ("--ckpt_path RUN --name x --config cifar.yaml", 1, "CIFAR10: nothing found in"),
+        ("--ckpt_path RUN --name x --config cifar100.yaml", 2, "num_classes is 10, but CIFAR100 has 100 classes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused_in_one_line(folder, capsys, options, code, message):
+    Path("nodata.yaml").write_text("model: {}")
+    Path("noclass.yaml").write_text("data: {class_path: ortho_vit.data.Digit}")
+    Path("cifar.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR10, init_args: {root: gone}}")
+    Path("cifar100.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR100}")
+    arguments = options.replace("RUN", "run/checkpoints/last.ckpt").split()
+    refuses(["export", "--folder", "zoo", *arguments], code, message, capsys)
+
+
+def test_a_checkpoint_without_its_configuration_is_refused(folder, capsys):
+    Path("run/config.yaml").unlink()
+    arguments = ["export", "--ckpt_path", "run/checkpoints/last.ckpt", "--folder", "zoo", "--name", "x"]
+    refuses(arguments, 2, "beside run/checkpoints/last.ckpt: give the run's with --config", capsys)
+    Path("own.yaml").write_text(yaml.safe_dump({"data": yaml.safe_load(DIGITS)["data"]}))
+    assert main([*arguments, "--config", "own.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("model.blocks.0.attn.qkv.weight", lambda x: x * 1.01, "blocks.0.attn.qkv.weight is off the Stiefel manifold"),
+        ("model.norm.weight", lambda x: x * torch.nan, "norm.weight has entries that are not finite"),
+        ("model.norm.weight", lambda x: x[:5], "its weights do not fit the model it describes"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_no_good_are_refused(folder, capsys, key, change, message):
+    path = "run/checkpoints/last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"][key] = change(checkpoint["state_dict"][key])
+    torch.save(checkpoint, path)
+    refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
+
+
+# ------------------------------------------------------------------------------------- trained weights, by their name
+
+
+@pytest.fixture
+def pictures(folder):
+    """Test digits as large coloured pictures, and two files that are none."""
+    images, labels = Digits().read(train=False)
+    (folder / "pictures/more").mkdir(parents=True)
+    for i in range(12):
+        grey = Image.fromarray(images[i, 0].numpy()).resize((64, 64), Image.Resampling.NEAREST)
+        grey.convert("RGB").save(folder / f"pictures/{'more/' if i % 2 else ''}{i:02}_{labels[i]}.png")
+    (folder / "pictures/notes.txt").write_text("no picture")
+    (folder / "pictures/damaged.jpg").write_bytes(b"no picture")
+    return folder / "pictures"
+
+
+@pytest.mark.filterwarnings("ignore:ImageFolder. cannot read", "ignore:ImageFolder. skipped 2 of 14")
+def test_one_command_names_the_pictures_of_a_folder(pictures, capsys):
+    assert (
+        main(["predict", "--weights", NAME, "--pictures", "pictures", "--predictions.path", "out.csv"]) == 0
+    )
+    output = capsys.readouterr().out
+    assert "12 predictions in out.csv" in output
+    with open("out.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["file"] in output
+    assert {row["file"] for row in rows} == {str(p.relative_to(pictures)) for p in pictures.rglob("*.png")}
+    right = sum(Path(row["file"]).stem[-1] == row["class"] for row in rows)
+    assert right >= 8  # of 12; a network of ten short epochs
+
+
+def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
+    pixels, _ = Digits().read(train=False)
+    Image.fromarray(pixels[0, 0].numpy()).save("digit.png")
+    assert main(["predict", "--weights", f"zoo/{NAME}.safetensors", "--pictures", "digit.png"]) == 0
+    model = create_model(NAME, pretrained=True).eval()
+    with torch.no_grad():
+        expected = model((pixels[:1] / 255 - 0.3053) / 0.3759).softmax(-1).max()
+    (row,) = csv.DictReader(Path("predictions.csv").read_text().splitlines())
+    assert abs(float(row["probability"]) - expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("predict --weights ortho_vit_digits.smll --pictures .", 2, "no checkpoint 'ortho_vit_digits.smll' in zoo; it has "),
+        ("predict --weights gone.safetensors --pictures .", 2, "gone.safetensors: no such file"),
+        ("predict --weights", 2, "--weights needs a value"),
+        ("predict --pictures .", 2, "--pictures needs --weights NAME"),
+        ("predict --weights NAME --pictures empty", 1, "no pictures in"),
+        ("predict --weights NAME --picture .", 2, "write --weights and --pictures out"),
+        ("test --weights NAME --pictures .", 2, "--pictures is for predict"),
+        ("fit --weights NAME", 2, "fit starts from weights with --model.weights"),
+        ("test", 2, "missing: "),
+    ],
+)  # fmt: skip
+def test_a_bad_command_about_weights_ends_in_one_line(folder, capsys, command, code, message):
+    refuses(command.replace("NAME", NAME).split(), code, message, capsys)
+
+
+@pytest.mark.parametrize(
+    "data", [None, "cifar", {"class_path": "shutil.rmtree", "init_args": {"path": "zoo"}}]
+)
+def test_a_card_cannot_name_code_of_elsewhere(folder, capsys, data):
+    path = Path(f"zoo/{NAME}.json")
+    card = json.loads(path.read_text())
+    card["recipe"]["data"] = data
+    path.write_text(json.dumps(card))
+    refuses(["test", "--weights", NAME], 2, "no data: give --data, such as ortho_vit.data.Digits", capsys)
+    assert main(["test", "--weights", NAME, "--data", "Digits"]) == 0
+
+
+def test_export_is_in_the_help(capsys):
+    assert main(["--help"]) == 0
+    assert "python train.py export " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert "--overwrite" in capsys.readouterr().out
