@@ -322,6 +322,11 @@ def with_tensor(key, value):
     return make
 
 
+def seven_classes(path):
+    head = {"head.weight": torch.zeros(7, 64), "head.bias": torch.zeros(7)}
+    return safetensors.torch.save(tensors() | head)
+
+
 def overwritten(path):
     content = trained()
     middle = len(content) // 2
@@ -375,6 +380,8 @@ CHECKPOINTS = {
     "a checkpoint with bytes overwritten": (resumed(overwritten), "run.ckpt is damaged or no checkpoint at all"),
     "an empty checkpoint": (resumed(b""), "run.ckpt is damaged or no checkpoint at all; use another copy"),
     "a text": (resumed(b"hello world"), "run.ckpt is damaged or no checkpoint at all"),
+    "a head of other classes, to be tested": (
+        weights(seven_classes, "test"), "w.safetensors has a head for other classes than the data's 10"),
     "a configuration": (file_for("--model.weights", "w.yaml", b"model: x"), "w.yaml is damaged or no checkpoint at all"),
     "a pickle that runs code": (resumed(pickled), "run.ckpt is refused: .* it asks for posix.mkdir"),
     "weights that run code": (started(pickled), "run.ckpt is refused: .* it asks for posix.mkdir"),

@@ -209,6 +209,7 @@ def _adapt(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     if model.num_classes != cfg["num_classes"]:
         tensors = {key: x for key, x in tensors.items() if key not in head}
         tensors |= {key: own[key] for key in head if key in own}
+        model.new_head = True  # untrained
     conv, position = f"{cfg['first_conv']}.weight", "pos_embed"
     if conv in tensors and conv in own and tensors[conv].ndim == own[conv].ndim == 4:
         tensors = {**tensors, conv: _spread_channels(tensors[conv], own[conv].shape[1])}

@@ -137,15 +137,15 @@ class StiefelOptimizer(Sharded):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the float32 state of narrower parameters stays float32, and `shard_stiefel` as it is here."""
-        sharded = [group.get("shard_stiefel") for group in self.param_groups]
+        sharded = [{k: group[k] for k in group if k == "shard_stiefel"} for group in self.param_groups]
         for group in state_dict["param_groups"]:
             if missing := sorted(self.defaults.keys() - group.keys() - {"shard_stiefel"}):
                 raise ValueError(
                     f"{type(self).__name__}: the state is of another optimizer: it has no {missing[0]!r}"
                 )
         super().load_state_dict(state_dict)
-        for group, value in zip(self.param_groups, sharded, strict=True):
-            group["shard_stiefel"] = value
+        for group, here in zip(self.param_groups, sharded, strict=True):
+            group.update(here)
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
         ours = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(saved, ours, strict=True):

@@ -129,12 +129,16 @@ class Checkpoints(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         score = trainer.callback_metrics.get(self.monitor) if self._validated else None
+        missing = self._validated and score is None
         self._validated = False
         improved = score is not None and self._is_better(score.item())
         if improved:
             assert score is not None
             self.best_score = score.item()
         self._save(trainer, improved)
+        if missing:
+            have = ", ".join(sorted(trainer.callback_metrics))
+            raise ValueError(f"Checkpoints: monitor {self.monitor!r} is not measured; there are {have}")
 
     def _is_better(self, score: float) -> bool:
         if self.best_score is None:

@@ -247,7 +247,13 @@ class CommandLine(LightningCLI):
 
     def run(self) -> None:
         self.model.check_pictures(self.datamodule)
-        if path := self.config_init[self.subcommand].ckpt_path:  # before the run has a folder
+        config = self.config_init[self.subcommand]
+        if self.subcommand != "fit" and not config.ckpt_path and hasattr(self.model.model, "new_head"):
+            raise UsageError(
+                f"{config.model.hparams['weights']} has a head for other classes than the data's {self.model.num_classes}; "
+                "fine-tune it first, or give data of its own classes"
+            )
+        if path := config.ckpt_path:  # before the run has a folder
             self.model.check_checkpoint(read_run(path), path)
         super()._run_subcommand(str(self.subcommand))
 

@@ -116,6 +116,8 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     if keeps_manifold(run) and _same_constraint(model, run):
         check_manifold(model, weights, str(path))
     model.load_state_dict(weights, strict=False)
+    if head:
+        model.new_head = True  # type: ignore[assignment]  # untrained
     return model
 
 

@@ -118,7 +118,8 @@ def test_where_everything_fails_the_sweep_gives_up(tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_the_runs_and_the_next_sweep_continues_them(tmp_path, signum):
-    runs = make(tmp_path, "--behave", "sleep", rows=["none_*"], seeds=(0,))
+    rows = ["none_sgd", "none_adam", "none_adamw"]
+    runs = make(tmp_path, "--behave", "sleep", rows=rows, seeds=(0,))
 
     def interrupt_once_both_run():
         if all(run.checkpoint for run in runs[:2]):

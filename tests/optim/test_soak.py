@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from ortho_vit import StiefelParameter, optim, orthogonality_error
+from ortho_vit.optim.base import REFRESH
 from ortho_vit.stiefel import random_stiefel
 
 STEPS = 100_000
+BETWEEN_REFRESHES = (
+    REFRESH * torch.finfo(torch.float32).eps / 4
+)  # what rounding adds before it is taken out: 4.8e-7
 RATES = {"StiefelSGD": 0.02, "StiefelAdam": 1e-3, "MomentumlessStiefelSGD": 0.02}
 
 
@@ -36,4 +40,4 @@ def test_errors_after_a_hundred_thousand_steps_are_no_larger_than_after_a_hundre
                 worst[when][what] = max(error, worst[when].get(what, 0.0))
     assert worst["late"].keys() == worst["early"].keys()
     for what, error in worst["late"].items():
-        assert error <= worst["early"][what], (what, worst)
+        assert error <= max(worst["early"][what], BETWEEN_REFRESHES), (what, worst)

@@ -193,6 +193,14 @@ def test_best_is_the_epoch_with_the_best_score(tmp_path):
         assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
+def test_a_score_that_nobody_measures_is_named_and_the_epoch_kept(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=2, limit_train_batches=1)
+    trainer.callbacks[-1] = Checkpoints(monitor="val/acuracy")
+    with pytest.raises(ValueError, match=r"monitor 'val/acuracy' is not measured; there are .*val/accuracy"):
+        trainer.fit(make_classifier(), datamodule=digits())
+    assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 0
+
+
 def test_without_validation_there_is_no_best(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=1)
     trainer.fit(make_classifier(), datamodule=digits(val_size=0))
