@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
@@ -402,4 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise
             print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
             return code
+        finally:
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()  # while everything it needs is there; at exit it may not be
     return 0

@@ -118,6 +118,9 @@ class EpochLines(ProgressBar):
         if self._enabled:
             print(*args, **kwargs, flush=True)
 
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._started = time.monotonic()  # an epoch that is resumed does not start again
+
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._started = time.monotonic()
 
