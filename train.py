@@ -7,6 +7,8 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from ortho_vit.training.cli import main
+from ortho_vit.training.memory import keep_freed_memory
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

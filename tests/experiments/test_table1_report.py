@@ -13,7 +13,7 @@ from ortho_vit.experiments.result import Result
 from ortho_vit.experiments.table1 import figures, tables
 from ortho_vit.experiments.table1.__main__ import main, make_parser
 from ortho_vit.experiments.table1.compare import Difference, difference, paper_difference, summarize
-from ortho_vit.experiments.table1.records import collect, load
+from ortho_vit.experiments.table1.records import COLUMNS, collect, load
 from ortho_vit.experiments.table1.rows import FACTORS, GROUPS, PAPER, ROWS, choose
 from ortho_vit.experiments.table1.runs import Sweep
 from ortho_vit.training.cli import CommandLine
@@ -24,7 +24,7 @@ DOCS = REPOSITORY / "docs"
 
 def entry(row: str, seed: int, error: float | None, **other) -> dict:
     run = {"row": row, "seed": seed, "status": "finished" if error is not None else "diverged", "step": 7}
-    run |= {"test_accuracy": None if error is None else 1 - error / 100, "versions": "torch 2"}
+    run |= {"test_accuracy": None if error is None else 1 - error / 100, "versions": {"torch": "2"}}
     return run | {"seconds": 60.0, "orthogonality": 1e-7, **other}
 
 
@@ -175,7 +175,7 @@ def test_a_report_is_written_from_whatever_is_finished(tmp_path, capsys):
         run = plan.run(ROWS[name], seed)
         run.folder.mkdir(parents=True)
         result = entry(name, seed, 20.0 + seed) | {"test_loss": 1.0, "parameters": 9, "curve": curve}
-        (run.folder / "result.json").write_text(json.dumps(result | {"versions": {"torch": "2"}}))
+        (run.folder / "result.json").write_text(json.dumps(result))
     page = tmp_path / "page.md"
     page.write_text("<!-- reduced-cifar10: table -->\n<!-- end -->\n")
     arguments = ["report", "--preset", "reduced", "--out", str(tmp_path)]
@@ -190,6 +190,38 @@ def test_a_report_is_written_from_whatever_is_finished(tmp_path, capsys):
     loaded = load(tmp_path / "report", plan.name)
     assert loaded.table == collect(plan, seeds).table
     assert loaded.series["none_sgd 6"]["train_loss"] == [2.0, 1.0]
+
+
+def test_the_runs_of_a_report_are_finished_runs_elsewhere(tmp_path, capsys):
+    here, there = tmp_path / "here", tmp_path / "there"
+    plan = Sweep(here, "reduced", "CIFAR10")
+    finished = {
+        "test_loss": 1.0,
+        "parameters": 9,
+        "curve": [dict.fromkeys(COLUMNS, 0.5) | {"orthogonality": None}],
+    }
+    for name, error in (("none_sgd", 20.0), ("within_stiefel_sgd", None)):
+        run = plan.run(ROWS[name], 0)
+        run.folder.mkdir(parents=True)
+        (run.folder / "result.json").write_text(json.dumps(entry(name, 0, error) | finished))
+        (run.folder / "run.json").write_text(json.dumps({"arguments": run.arguments, "commit": "abc"}))
+    shared = ["--preset", "reduced", "--out"]
+    assert main(["report", *shared, str(here), "--to", str(tmp_path / "docs")]) == 0
+    restore = ["restore", *shared, str(there), "--from", str(tmp_path / "docs")]
+    assert main(restore) == 0
+    assert main(restore) == 0
+    assert capsys.readouterr().out.endswith(
+        f"2 runs restored to {there}/reduced-cifar10\n0 runs restored to {there}/reduced-cifar10\n"
+    )
+    runs = [
+        Sweep(there, "reduced", "CIFAR10").run(ROWS[name], 0) for name in ("none_sgd", "within_stiefel_sgd")
+    ]
+    assert [run.state() for run in runs] == ["finished", "diverged"]
+    assert [run.claim() for run in runs] == [None, None]
+    runs[0].check()
+    assert main(["report", *shared, str(there)]) == 0
+    for file in ("reduced-cifar10.json", "reduced-cifar10.csv"):
+        assert (there / "report" / file).read_bytes() == (tmp_path / "docs" / file).read_bytes()
 
 
 def test_a_sweep_without_runs_has_tables_and_no_figures(tmp_path):
@@ -209,6 +241,8 @@ def test_a_sweep_without_runs_has_tables_and_no_figures(tmp_path):
         ),
         (["--seeds", "0"], "must be a number above 0 or a list such as 0,4,7, got 0"),
         (["--seeds", "1,1"], "must be a number above 0 or a list such as 0,4,7, got 1,1"),
+        (["restore"], "restore needs --from FOLDER"),
+        (["restore", "--from", "nowhere"], "no paper-cifar10.json in nowhere"),
         (["--workers", "0"], "--workers must be at least 1, got 0"),
         (["--root", "nowhere"], "CIFAR10: nothing found in"),
         (

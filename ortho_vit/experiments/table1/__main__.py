@@ -1,11 +1,13 @@
 """The paper's Table 1 as one sweep: a run for every row and seed, resumable, shared by any number of processes.
 
-    python -m ortho_vit.experiments.table1 run    --preset reduced --root DATA --workers 2
-    python -m ortho_vit.experiments.table1 status --preset reduced
-    python -m ortho_vit.experiments.table1 report --preset reduced
+    python -m ortho_vit.experiments.table1 run     --preset reduced --root DATA --workers 2
+    python -m ortho_vit.experiments.table1 status  --preset reduced
+    python -m ortho_vit.experiments.table1 report  --preset reduced [--to FOLDER]
+    python -m ortho_vit.experiments.table1 restore --preset reduced --from FOLDER
 
 `run` may be stopped, killed and started again at any time, and in several places at once.  What follows `--` goes to
-every run, after the preset: -- --trainer.max_epochs 1 --data.limit 256.
+every run, after the preset: -- --trainer.max_epochs 1 --data.limit 256.  `restore` makes the runs of a report finished
+runs here, so that a sweep goes on where another machine's ended.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from typing import NoReturn
 import ortho_vit.data
 from ortho_vit.experiments.table1 import figures, tables
 from ortho_vit.experiments.table1.progress import Display, overview
-from ortho_vit.experiments.table1.records import collect, load
+from ortho_vit.experiments.table1.records import collect, load, restore
 from ortho_vit.experiments.table1.rows import DATA, GROUPS, PRESETS, choose
 from ortho_vit.experiments.table1.runs import REPOSITORY, Run, Sweep
 from ortho_vit.experiments.table1.sweep import HOPELESS, sweep, visible_gpus
@@ -35,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     parser = Parser(prog=MODULE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("command", nargs="?", choices=("run", "status", "report"), default="run")
+    add("command", nargs="?", choices=("run", "status", "report", "restore"), default="run")
     add("--preset", choices=tuple(PRESETS), default="paper", help="its own size, or one for two cores")
     add("--data", choices=DATA, default="CIFAR10")
     add("--root", type=Path, default=Path("data"), help="where the data lies (default data/)")
@@ -52,6 +54,7 @@ def make_parser() -> Parser:
     add("--out", type=Path, default=Path("runs/table1"), help="folder of the runs (default runs/table1)")
     add("--workers", type=int, help="runs at a time (default: one a GPU, otherwise one)")
     add("--to", type=Path, help="report: folder for tables and figures (default OUT/report)")
+    add("--from", type=Path, dest="source", help="restore: folder of a report")
     add("--page", type=Path, help="report: a page whose marked tables are to be replaced")
     return parser
 
@@ -125,6 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(f"no configs/paper in {REPOSITORY}; run this from a clone of the repository")
         machine = ("--data.root", str(options.root.resolve()))
         plan = Sweep(options.out, options.preset, options.data, tuple(arguments[split + 1 :]), machine)
+        if options.command == "restore":
+            if options.source is None:
+                raise UsageError("restore needs --from FOLDER, which `report --to FOLDER` has written")
+            print(f"{len(restore(plan, options.source))} runs restored to {plan.out / plan.name}")
+            return 0
         found = plan.seeds() if options.command == "report" else ()
         seeds = options.seeds or found or tuple(range(PRESETS[options.preset].seeds))
         groups = options.group or (["all"] if options.command != "run" and not options.rows else [])

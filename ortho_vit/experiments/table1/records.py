@@ -1,4 +1,4 @@
-"""Finished runs as one result: a row of its table a run, a curve a run.
+"""Finished runs as one result, a row of its table a run, a curve a run; and such a result as finished runs again.
 
 <sweep>.json    settings and the table: what each run reached, its time, orthogonality error, versions, command
 <sweep>.csv     the curves, a line an epoch
@@ -7,13 +7,20 @@
 import csv
 import json
 import math
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.table1.rows import ROWS
 from ortho_vit.experiments.table1.runs import Run, Sweep
+from ortho_vit.training.compose import UsageError
+from ortho_vit.training.recorder import write_json
 
 COLUMNS = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "orthogonality", "lr")
+FIELDS = (
+    "status", "step", "reason", "test_accuracy", "test_loss", "seconds", "orthogonality", "parameters", "versions",
+)  # fmt: skip
 
 
 def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
@@ -23,24 +30,9 @@ def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
     for run in runs:
         if (result := run.result) is None:
             continue
-        versions = " ".join(f"{name} {version}" for name, version in result["versions"].items())
-        collected.table.append(
-            {
-                "row": run.row.name,
-                "seed": run.seed,
-                "status": result["status"],
-                "step": result["step"],
-                "reason": result.get("reason"),
-                "test_accuracy": result.get("test_accuracy"),
-                "test_loss": result.get("test_loss"),
-                "seconds": result["seconds"],
-                "orthogonality": result["orthogonality"],
-                "parameters": result["parameters"],
-                "versions": versions,
-                "commit": run.commit,
-                "command": run.command,
-            }
-        )
+        known = {name: result.get(name) for name in FIELDS}
+        made = {"commit": run.commit, "command": run.command}
+        collected.table.append({"row": run.row.name, "seed": run.seed} | known | made)
         curve = result["curve"]
         if curve:
             collected.series[f"{run.row.name} {run.seed}"] = {
@@ -62,3 +54,32 @@ def load(folder: Path, name: str) -> Result:
                 for column, value in line.items():
                     curve[column].append(float(value))
     return result
+
+
+def restore(sweep: Sweep, folder: Path) -> list[Run]:
+    """Make the runs of a result finished runs of the sweep, with what the result knows of them; those that are stay."""
+    if not (folder / f"{sweep.name}.json").is_file():
+        raise UsageError(f"no {sweep.name}.json in {folder}: --from is a folder that `report --to` wrote")
+    result, restored = load(folder, sweep.name), []
+    for entry in result.table:
+        if entry["row"] not in ROWS:
+            raise UsageError(
+                f"{folder}: there is no row {entry['row']!r}; was this report made by another version?"
+            )
+        run = sweep.run(ROWS[entry["row"]], entry["seed"])
+        if run.result:
+            continue
+        curve = result.series.get(f"{entry['row']} {entry['seed']}", {})
+        points = [
+            dict(zip(curve, map(_number, point), strict=True)) for point in zip(*curve.values(), strict=True)
+        ]
+        arguments = shlex.split(entry["command"])[2:]  # after python train.py
+        made = {"row": entry["row"], "seed": entry["seed"], "arguments": arguments}
+        write_json(run.folder / "run.json", made | {"commit": entry["commit"]})
+        write_json(run.folder / "result.json", {name: entry[name] for name in FIELDS} | {"curve": points})
+        restored.append(run)
+    return restored
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

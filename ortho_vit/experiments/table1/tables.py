@@ -126,11 +126,10 @@ def summary_line(result: Result) -> str:
         return "No runs yet."
     finished = sum(run["status"] == "finished" for run in result.table)
     hours = sum(run["seconds"] for run in result.table) / 3600
-    versions = "; ".join(sorted({run["versions"] for run in result.table}))
     diverged = len(result.table) - finished
-    return (
-        f"{finished} runs finished, {diverged} diverged, {hours:.1f} hours of training in all ({versions})."
-    )
+    machines = {" ".join(map(" ".join, run["versions"].items())) for run in result.table}
+    ran = f"{finished} runs finished, {diverged} diverged, {hours:.1f} hours of training in all"
+    return f"{ran} ({'; '.join(sorted(machines))})."
 
 
 def rows_table(result: Result, names: Sequence[str]) -> str:
