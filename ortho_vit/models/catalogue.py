@@ -34,7 +34,9 @@ def row(card: Card) -> str:
     optimizer = str(card.optimizer.get("class_path", "")).rpartition(".")[2]
     error = f"{card.orthogonality_error:.1e}" if card.constraint else "–"
     cells = [f"`{card.name}`", card.constraint or "none", optimizer, card.data]
-    cells += [f"{card.accuracy['test/accuracy']:.2%}", error, f"{card.parameters:,}"]
+    tested = card.accuracy.get("test/accuracy")
+    accuracy = f"{card.accuracy['val/accuracy']:.2%} (validation)" if tested is None else f"{tested:.2%}"
+    cells += [accuracy, error, f"{card.parameters:,}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -100,7 +100,8 @@ class Export:
             enable_progress_bar=False,
         )  # fmt: skip
         results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
-        accuracy = {name: value for name, value in results.items() if "accuracy" in name}
+        tested_on = "val/" if _is_validated_only(self.data) else "test/"
+        accuracy = {k.replace("test/", tested_on): v for k, v in results.items() if "accuracy" in k}
         pixels, labels = sample(self.data, PICTURES)
         written = save_checkpoint(
             self.model.model,
@@ -170,6 +171,12 @@ def _model(checkpoint: dict[str, Any], path: str) -> Classifier:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"{path}: its weights do not fit the model it describes: {reason}") from error
     return model
+
+
+def _is_validated_only(data: Any) -> bool:
+    """Whether `test` was on the validation pictures, because there are no others."""
+    used = getattr(data, "test_set", None)
+    return used is not None and used is getattr(data, "val_set", None)
 
 
 def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:

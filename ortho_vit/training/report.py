@@ -4,6 +4,7 @@ import csv
 import itertools
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,12 @@ def describe(model: torch.nn.Module, name: str) -> str:
     constrained = [p.matrices() for _, p in stiefel_parameters(model)]
     line = f"{name}: {total:,} parameters"
     if constrained:
-        blocks, shape = sum(len(X) for X in constrained), "×".join(map(str, constrained[0].shape[1:]))
-        line += f", {sum(X.numel() for X in constrained):,} of them in {blocks} orthonormal blocks of {shape}"
+        blocks: Counter[str] = Counter()
+        for X in constrained:
+            blocks["×".join(map(str, X.shape[1:]))] += len(X)
+        (shape, count), *others = blocks.items()
+        line += f", {sum(X.numel() for X in constrained):,} of them in {count} orthonormal blocks of {shape}"
+        line += "".join(f", {count} of {shape}" for shape, count in others)
     return line
 
 

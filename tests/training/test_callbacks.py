@@ -8,12 +8,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from small_run import digits, make_classifier, make_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ortho_vit import optim, orthogonality_error, stiefel_parameters
+from ortho_vit import create_model, optim, orthogonality_error, stiefel_parameters
 from ortho_vit.stiefel import polar
 from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonitor, WeightAveraging
 from ortho_vit.training.callbacks import momentum_tangency
 from ortho_vit.training.checkpoints import AtomicCheckpointIO
 from ortho_vit.training.images import attention_images, gram_image
+from ortho_vit.training.report import describe
 
 # ------------------------------------------------------------------------------------------- orthogonality
 
@@ -205,3 +206,14 @@ def test_without_validation_there_is_no_best(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=1)
     trainer.fit(make_classifier(), datamodule=digits(val_size=0))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+# ------------------------------------------------------------------------------------------------- what a run says
+
+
+def test_blocks_are_counted_by_shape():
+    model = create_model("ortho_vit_pico", constraint="within", projections="qk+mlp", num_classes=10)
+    line = describe(model, "pico")
+    assert line.endswith("orthonormal blocks of 16×96, 4 of 192×96, 4 of 96×192")
+    assert " in 48 orthonormal" in line
+    assert describe(create_model("ortho_vit_pico", constraint="none"), "pico").endswith(" parameters")

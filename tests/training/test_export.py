@@ -15,6 +15,7 @@ from PIL import Image
 from ortho_vit import create_model, orthogonality_error
 from ortho_vit.data import Digits
 from ortho_vit.models import Checkpoint
+from ortho_vit.models.catalogue import catalogue
 from ortho_vit.training.cli import main
 from ortho_vit.training.export import sample
 
@@ -173,6 +174,8 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
     assert card.classes == ["cat", "dog"]
     assert len(card.golden.labels) == 2
     assert "root" not in card.recipe["data"]["init_args"]
+    assert list(card.accuracy) == ["val/accuracy"]  # there is no folder of test pictures
+    assert f"{card.accuracy['val/accuracy']:.2%} (validation)" in catalogue(folder / "zoo")
     assert main(["test", "--weights", "ortho_vit_pico.own", "--data.root", "pictures"]) == 0
     assert main(["predict", "--weights", "ortho_vit_pico.own", "--pictures", "pictures/cat"]) == 0
 
