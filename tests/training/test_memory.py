@@ -11,12 +11,12 @@ import sys
 import pytest
 
 SCRIPT = """
-import resource, sys
+import resource
 import torch
 from ortho_vit.models import create_model
 from ortho_vit.training.memory import keep_freed_memory
 
-kept = keep_freed_memory() if "keep" in sys.argv else None
+kept = keep_freed_memory()
 model = create_model("ortho_vit_nano", constraint="none", num_classes=10)
 images = torch.zeros(128, 3, 32, 32)
 
@@ -31,19 +31,19 @@ print(kept, faults(3))
 """
 
 
-def run(*arguments: str, **variables: str) -> list[str]:
+def run(**variables: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-c", SCRIPT, *arguments]
+    command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_freed_memory_is_kept():
-    (_, otherwise), (kept, faults) = run(), run("keep")
+    kept, faults = run()
     assert kept == "True"
-    assert int(faults) < int(otherwise) / 2
+    assert int(faults) < 12_000  # in three steps: without it 20,000 to 64,000 as a rule, and at times none
 
 
 def test_settings_of_the_user_stay():
-    assert run("keep", MALLOC_ARENA_MAX="2")[0] == "False"
+    assert run(MALLOC_ARENA_MAX="2")[0] == "False"
