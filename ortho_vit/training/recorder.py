@@ -66,8 +66,8 @@ class Recorder(Callback):
         point = {
             "epoch": trainer.current_epoch + 1,
             "step": trainer.global_step,
-            "train_loss": _number(metrics.get("train/loss")),
-            "train_accuracy": _number(metrics.get("train/accuracy")),
+            "train_loss": finite_or_none(metrics.get("train/loss")),
+            "train_accuracy": finite_or_none(metrics.get("train/accuracy")),
             **evaluate(trainer, pl_module),
             "orthogonality": _orthogonality(pl_module),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
@@ -80,7 +80,7 @@ class Recorder(Callback):
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
-        test = {f"test_{name}": _number(metrics.get(f"test/{name}")) for name in ("accuracy", "loss")}
+        test = {f"test_{name}": finite_or_none(metrics.get(f"test/{name}")) for name in ("accuracy", "loss")}
         self._write_result(pl_module, {"status": "finished", "step": trainer.global_step, **test})
 
     def on_exception(
@@ -142,7 +142,7 @@ def evaluate(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, floa
         correct += (logits.argmax(-1) == labels).sum().item()
         count += len(labels)
     pl_module.train()
-    return {"test_loss": _number(loss / count), "test_accuracy": correct / count}
+    return {"test_loss": finite_or_none(loss / count), "test_accuracy": correct / count}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -156,14 +156,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def _number(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """JSON has no NaN and no infinity: null says that there is no number."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _orthogonality(pl_module: L.LightningModule) -> float | None:
     constrained = any(True for _ in stiefel_parameters(pl_module))
-    return _number(orthogonality_error(pl_module)) if constrained else None
+    return finite_or_none(orthogonality_error(pl_module)) if constrained else None
 
 
 def _versions(device: torch.device) -> dict[str, str]:

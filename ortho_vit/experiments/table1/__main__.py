@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "restore":
             if options.source is None:
                 raise UsageError("restore needs --from FOLDER, which `report --to FOLDER` has written")
-            print(f"{len(restore(plan, options.source))} runs restored to {plan.out / plan.name}")
+            print(f"{restore(plan, options.source)} runs restored to {plan.out / plan.name}")
             return 0
         found = plan.seeds() if options.command == "report" else ()
         seeds = options.seeds or found or tuple(range(PRESETS[options.preset].seeds))

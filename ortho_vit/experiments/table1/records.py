@@ -15,7 +15,7 @@ from ortho_vit.experiments.result import Result
 from ortho_vit.experiments.table1.rows import ROWS
 from ortho_vit.experiments.table1.runs import Run, Sweep
 from ortho_vit.training.compose import UsageError
-from ortho_vit.training.recorder import write_json
+from ortho_vit.training.recorder import finite_or_none, write_json
 
 COLUMNS = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "orthogonality", "lr")
 FIELDS = (
@@ -56,11 +56,11 @@ def load(folder: Path, name: str) -> Result:
     return result
 
 
-def restore(sweep: Sweep, folder: Path) -> list[Run]:
-    """Make the runs of a result finished runs of the sweep, with what the result knows of them; those that are stay."""
+def restore(sweep: Sweep, folder: Path) -> int:
+    """Make the runs of a result finished runs of the sweep, with what the result knows of them; how many were not yet."""
     if not (folder / f"{sweep.name}.json").is_file():
         raise UsageError(f"no {sweep.name}.json in {folder}: --from is a folder that `report --to` wrote")
-    result, restored = load(folder, sweep.name), []
+    result, restored = load(folder, sweep.name), 0
     for entry in result.table:
         if entry["row"] not in ROWS:
             raise UsageError(
@@ -71,15 +71,12 @@ def restore(sweep: Sweep, folder: Path) -> list[Run]:
             continue
         curve = result.series.get(f"{entry['row']} {entry['seed']}", {})
         points = [
-            dict(zip(curve, map(_number, point), strict=True)) for point in zip(*curve.values(), strict=True)
+            dict(zip(curve, map(finite_or_none, point), strict=True))
+            for point in zip(*curve.values(), strict=True)
         ]
         arguments = shlex.split(entry["command"])[2:]  # after python train.py
         made = {"row": entry["row"], "seed": entry["seed"], "arguments": arguments}
         write_json(run.folder / "run.json", made | {"commit": entry["commit"]})
         write_json(run.folder / "result.json", {name: entry[name] for name in FIELDS} | {"curve": points})
-        restored.append(run)
+        restored += 1
     return restored
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
