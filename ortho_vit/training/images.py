@@ -109,7 +109,8 @@ def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
             drop: nn.Module = module.attn_drop  # type: ignore[assignment]
             hooks.append(drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0])))
     try:
-        yield record
+        with torch.compiler.set_stance("force_eager"):  # compiled code would pass over the hooks
+            yield record
     finally:
         for module, was in fused:
             module.fused_attn = was

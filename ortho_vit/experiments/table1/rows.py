@@ -152,6 +152,7 @@ PRESETS = {
             "--trainer.max_epochs", "10",
             "--model.name", "ortho_vit_pico",
             "--model.warmup_epochs", "1",
+            "--model.compile", "true",
             "--data.autoaugment", "false",
             "--data.num_workers", "0",
             "--checkpoints.every_n_steps", "100",
