@@ -1,5 +1,7 @@
 """The model compiled by `torch.compile`, in place: its names, its hooks and its checkpoints stay what they are."""
 
+import warnings
+
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -12,7 +14,8 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     its matrix products.
     """
     try:
-        torch.compile(torch.neg)(torch.zeros(1, device=device))  # needs a compiler and Python's headers
+        with warnings.catch_warnings(action="ignore"):  # of torch, about itself
+            torch.compile(torch.neg)(torch.zeros(1, device=device))  # needs a compiler and Python's headers
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         rank_zero_warn(f"the model is not compiled, which costs time only: {reason}")

@@ -62,7 +62,7 @@ class Classifier(L.LightningModule):
         freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
         skip_nonfinite: leave out the optimizer steps whose loss or gradient is not finite, instead of stopping; a
             hundred of them in a row stop the run nevertheless.
-        compile: run the model through `torch.compile`: half a minute at the start, faster steps afterwards.
+        compile: run the model through `torch.compile`: a minute or so at the start, faster steps afterwards.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Classifier(L.LightningModule):
             f"{type(self.trainer.strategy).__name__} cuts parameters apart, orthonormal blocks too; "
             "use trainer.strategy=ddp, or set model.constraint to null",
         )
-        if self._compile:
+        if self._compile and stage == "fit":
             compile_model(self.model, self.trainer.strategy.root_device)
             self._compile = False  # once
 
