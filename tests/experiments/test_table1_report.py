@@ -6,13 +6,20 @@ import ortho_vit  # before anything imports torchvision
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 
-from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.result import Result, new_figure
 from ortho_vit.experiments.table1 import figures, tables
 from ortho_vit.experiments.table1.__main__ import main, make_parser
-from ortho_vit.experiments.table1.compare import Difference, difference, paper_difference, summarize
+from ortho_vit.experiments.table1.compare import (
+    Difference,
+    common_seed,
+    difference,
+    paper_difference,
+    summarize,
+)
 from ortho_vit.experiments.table1.records import COLUMNS, collect, load
 from ortho_vit.experiments.table1.rows import FACTORS, GROUPS, PAPER, ROWS, choose
 from ortho_vit.experiments.table1.runs import Sweep
@@ -57,9 +64,10 @@ def test_groups_share_the_runs_they_have_in_common():
     assert count("table") == count() == 16 * 3
     assert count("own") == 4 * 3
     assert count("learning-rate") == 2 * len(FACTORS)
+    assert count("two-rates") == 2
     assert count("projections") == 4
     assert (
-        count("all") == 48 + 12 + 10 + 3
+        count("all") == 48 + 12 + 10 + 2 + 3
     )  # the paper's rate with either integrator, and QK, are there already
 
 
@@ -87,6 +95,7 @@ def test_every_reference_is_a_row():
         ("none_sgd_same_rate", {"lr": 0.15, "momentum": 0.9}, 0),
         ("within_stiefel_sgd_rate_x0.25", {"lr": 0.0375, "integrator": "paper"}, 2 * 6 * 4),
         ("within_stiefel_sgd_isometric_rate_x8", {"lr": 1.2, "integrator": "isometric"}, 2 * 6 * 4),
+        ("within_stiefel_sgd_stiefel_rate_x4", {"lr": 0.15, "stiefel_lr": 0.6}, 2 * 6 * 4),
         ("within_stiefel_sgd_q", {"lr": 0.15, "integrator": "paper"}, 6 * 4),
         ("within_stiefel_sgd_qk_mlp", {"lr": 0.15, "integrator": "paper"}, (2 * 6 + 2) * 4),
     ],
@@ -130,6 +139,28 @@ def test_without_a_spread_there_is_no_p_value(values):
     assert Difference(values).p is None
 
 
+def test_rounding_is_no_spread():
+    accuracies = {"none_sgd": (0.5433, 0.5533), "none_adam": (0.5440, 0.5540)}
+    runs = [
+        entry(row, seed, 0.0, test_accuracy=float(np.float32(values[seed])))
+        for row, values in accuracies.items()
+        for seed in (0, 1)
+    ]
+    paired = difference(made(*runs), "none_sgd", "none_adam")
+    assert paired.mean == pytest.approx(0.07, abs=1e-4)
+    assert paired.p is None
+
+
+def test_tables_of_one_seed_have_one_seed():
+    runs = [entry("within_stiefel_sgd", seed, 10.0 + seed, seconds=60.0 * seed) for seed in (1, 2)]
+    runs += [entry("within_stiefel_sgd_q", 2, 20.0), entry("within_stiefel_sgd_qkv", 1, 30.0)]
+    runs += [entry("within_stiefel_sgd_qk_mlp", 2, None)]
+    result = made(*runs)
+    assert common_seed(result, GROUPS["projections"]) == 2
+    cells = [line.split(" | ")[1:3] for line in tables.projections_table(result).splitlines()[2:]]
+    assert cells == [["20.00", "60 s"], ["12.00", "2 min"], ["–", "–"], ["diverged at step 7", "–"]]
+
+
 def test_the_papers_differences_are_those_of_its_table():
     assert paper_difference("within_stiefel_sgd", "none_sgd", "CIFAR100") == pytest.approx(30.20 - 32.61)
     assert paper_difference("within_stiefel_sgd_isometric", "none_sgd", "CIFAR10") is None
@@ -153,42 +184,61 @@ def test_every_finding_names_rows_that_exist():
     assert len(tables.FINDINGS) == 5
 
 
+def test_a_finding_says_which_runs_diverged():
+    cells = tables.finding_table(SAMPLE, tables.FINDINGS[0]).splitlines()[3].split(" | ")
+    assert cells[1:4] == ["SGD, none", "-2.50 ± 0.71", "2 of 2; the first diverged 1 ×"]
+
+
+def test_a_diverged_run_has_no_part_in_the_curves():
+    result = made(entry("none_sgd", 0, 20.0), entry("none_sgd", 1, None))
+    result.series = {f"none_sgd {seed}": {"epoch": [1.0], "train_loss": [2.0 + seed]} for seed in (0, 1)}
+    _, axis = new_figure(1, 1, (3, 3))
+    figures._curve(axis, result, ROWS["none_sgd"], "train_loss")
+    assert list(axis.lines[0].get_ydata()) == [2.0]
+
+
 def test_only_what_stands_between_the_markers_of_a_sweep_is_replaced():
     def marked(sweep, inside):
         return f"<!-- {sweep}: projections -->\n{inside}<!-- end -->"
 
     page = f"before\n{marked('reduced-cifar10', 'old')}\nbetween\n{marked('paper-cifar10', 'kept')}\nafter"
-    filled = tables.fill(page, SAMPLE)
+    filled = tables.fill(page, SAMPLE, "figures")
     block = tables.projections_table(SAMPLE)
     assert filled == page.replace("old", f"{block}\n")
-    assert tables.fill(filled, SAMPLE) == filled
+    assert tables.fill(filled, SAMPLE, "figures") == filled
 
 
 def test_a_report_is_written_from_whatever_is_finished(tmp_path, capsys):
     plan = Sweep(tmp_path, "reduced", "CIFAR10")
     curve = [
         {"epoch": e, "train_loss": 2.0 / e, "train_accuracy": 0.3, "test_loss": 2.0, "test_accuracy": 0.4}
-        | {"orthogonality": None, "lr": 0.1}
+        | {"orthogonality": None, "lr": 0.1, "step": 7 * e, "seconds": 9.0 * e}
         for e in (1, 2)
     ]
-    for name, seed in (("none_sgd", 0), ("none_sgd", 6), ("within_stiefel_sgd_rate_x2", 0)):
+    for name, seed in (("none_sgd", 0), ("none_sgd", 6), ("within_stiefel_sgd_rate_x2", 6)):
         run = plan.run(ROWS[name], seed)
         run.folder.mkdir(parents=True)
         result = entry(name, seed, 20.0 + seed) | {"test_loss": 1.0, "parameters": 9, "curve": curve}
         (run.folder / "result.json").write_text(json.dumps(result))
     page = tmp_path / "page.md"
-    page.write_text("<!-- reduced-cifar10: table -->\n<!-- end -->\n")
+    page.write_text(
+        "".join(f"<!-- reduced-cifar10: {name} -->\n<!-- end -->\n" for name in ("table", "errors"))
+    )
     arguments = ["report", "--preset", "reduced", "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert "| SGD | none | 23.00 ± 4.24 | 2 |" in capsys.readouterr().out
     assert main([*arguments, "--to", str(tmp_path / "docs"), "--page", str(page)]) == 0
     assert "| SGD | none | 23.00 ± 4.24 | 2 |" in page.read_text()
+    assert "(docs/reduced-cifar10-errors.png)" in page.read_text()
+    assert "(reduced-cifar10-errors.png)" in (tmp_path / "report" / "reduced-cifar10.md").read_text()
     written = {path.name.removeprefix("reduced-cifar10") for path in (tmp_path / "report").iterdir()}
     figures_drawn = {"-curves.png", "-errors.png", "-learning-rate.png"}
     assert written == {".json", ".csv", ".md", "-rows.csv", *figures_drawn}
-    seeds = [plan.run(row, seed) for row, seed in choose(["all"], (), (0, 6))]
     loaded = load(tmp_path / "report", plan.name)
-    assert loaded.table == collect(plan, seeds).table
+    assert loaded.table == collect(plan, plan.begun()).table
+    assert {(run["row"], run["seed"]) for run in loaded.table} == {
+        (run.row.name, run.seed) for run in plan.begun()
+    }
     assert loaded.series["none_sgd 6"]["train_loss"] == [2.0, 1.0]
 
 
@@ -268,7 +318,7 @@ def test_the_page_has_the_tables_of_the_results_beside_it():
     assert "reduced-cifar10" in results
     for name in results:
         result = load(DOCS / "table1", name)
-        assert tables.fill(page, result) == page
-        assert all(f"<!-- {name}: {block} -->" in page for block in tables.blocks(result))
+        assert tables.fill(page, result, "table1") == page
+        assert all(f"<!-- {name}: {block} -->" in page for block in tables.blocks(result, "table1"))
         drawn = {path.name for path in (DOCS / "table1").glob(f"{name}-*.png")}
         assert drawn == {f"{name}-{figure}.png" for figure in figures.available(result)}

@@ -42,7 +42,9 @@ def do(runs, workers=2, show=lambda: None):
 
 
 def lines(run: Run) -> list[str]:
-    return (run.folder / "log.txt").read_text().splitlines()
+    """What its attempts said."""
+    said = (run.folder / "log.txt").read_text().splitlines()
+    return [line for line in said if not line.startswith("$ python train.py --config")]
 
 
 def test_every_run_is_done_once_and_has_its_folder(tmp_path):
@@ -116,7 +118,15 @@ def test_where_everything_fails_the_sweep_gives_up(tmp_path):
     assert outcome.hopeless
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_error_of_an_earlier_attempt_is_not_told_again(tmp_path):
+    (run,) = make(tmp_path, "--behave", "fail", rows=["none_sgd"], seeds=(0,))
+    do([run])
+    with (run.folder / "log.txt").open("a") as log:
+        log.write(f"{runs_module.PROMPT}again\n")
+    assert run.error.startswith("ended without a result; see ")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_stops_the_runs_and_the_next_sweep_continues_them(tmp_path, signum):
     rows = ["none_sgd", "none_adam", "none_adamw"]
     runs = make(tmp_path, "--behave", "sleep", rows=rows, seeds=(0,))
@@ -126,11 +136,11 @@ def test_an_interrupt_stops_the_runs_and_the_next_sweep_continues_them(tmp_path,
             os.kill(os.getpid(), signum)
             time.sleep(1)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signum)
     outcome, _ = do(runs, show=interrupt_once_both_run)
     assert outcome.stopped
     assert [run.state() for run in runs] == ["interrupted", "interrupted", "waiting"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signum) is before
     do(runs[:2])
     assert [run.state() for run in runs] == ["finished", "finished", "waiting"]
 
@@ -142,6 +152,22 @@ def test_other_arguments_than_before_are_refused(tmp_path):
         UsageError, match=r"was run with other arguments \(fewer there, --data.limit 64 now\)"
     ):
         other.check()
+    with pytest.raises(UsageError, match="was run with other arguments"):  # a row that has no run yet
+        Sweep(tmp_path / "out", "reduced", "CIFAR10", ("--data.limit", "64")).check()
+
+
+def test_the_refusal_names_a_value_that_another_option_has_too(tmp_path):
+    do(make(tmp_path, "--trainer.max_epochs", "1", rows=["none_sgd"], seeds=(0,)))
+    (other,) = make(tmp_path, rows=["none_sgd"], seeds=(0,))
+    with pytest.raises(UsageError, match=r"\(--trainer.max_epochs 1 there, fewer now\)"):
+        other.check()
+
+
+def test_a_run_that_another_sweep_began_meanwhile_is_not_taken_over(tmp_path):
+    (run,) = make(tmp_path, rows=["none_sgd"], seeds=(0,))
+    do(make(tmp_path, "--behave", "die", rows=["none_sgd"], seeds=(0,)))
+    with pytest.raises(UsageError, match="--behave die there"):
+        run.claim()
 
 
 def test_a_configuration_without_checkpoint_is_not_kept(tmp_path):

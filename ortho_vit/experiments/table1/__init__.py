@@ -1,6 +1,6 @@
 """The paper's Table 1: every optimizer and constraint on a ViT trained from scratch, as one resumable sweep.
 
-    rows.py      what is compared: 16 rows of the paper, 3 of our own, a learning-rate sweep, which projections; presets
+    rows.py      what is compared: 16 rows of the paper, 4 of our own, learning rates, which projections; presets
     runs.py      a run: its folder, its command, its claim, its state
     sweep.py     starts runs, watches them, stops them
     progress.py  what is done, running and left

@@ -1,7 +1,7 @@
 """The paper's Table 1 as one sweep: a run for every row and seed, resumable, shared by any number of processes.
 
     python -m ortho_vit.experiments.table1 run     --preset reduced --root DATA --workers 2
-    python -m ortho_vit.experiments.table1 status  --preset reduced
+    python -m ortho_vit.experiments.table1 status  --preset reduced [--group all]
     python -m ortho_vit.experiments.table1 report  --preset reduced [--to FOLDER]
     python -m ortho_vit.experiments.table1 restore --preset reduced --from FOLDER
 
@@ -21,7 +21,7 @@ import ortho_vit.data
 from ortho_vit.experiments.table1 import figures, tables
 from ortho_vit.experiments.table1.progress import Display, overview
 from ortho_vit.experiments.table1.records import collect, load, restore
-from ortho_vit.experiments.table1.rows import DATA, GROUPS, PRESETS, choose
+from ortho_vit.experiments.table1.rows import DATA, GROUPS, PRESETS, choose, select
 from ortho_vit.experiments.table1.runs import REPOSITORY, Run, Sweep
 from ortho_vit.experiments.table1.sweep import HOPELESS, sweep, visible_gpus
 from ortho_vit.training.compose import UsageError
@@ -76,8 +76,6 @@ def run(options: argparse.Namespace, runs: Sequence[Run]) -> int:
     workers = options.workers if options.workers is not None else len(visible_gpus()) or 1
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
-    for one in runs:
-        one.check()
     check_data(options)
     display = Display(runs)
     outcome = sweep(runs, workers, display.say, display.show)
@@ -99,19 +97,23 @@ def check_data(options: argparse.Namespace) -> None:
     with (options.out / "data.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         data.prepare_data()
-    data.setup("test")
+    data.setup()
 
 
-def report(options: argparse.Namespace, plan: Sweep, runs: Sequence[Run]) -> int:
+def report(options: argparse.Namespace, plan: Sweep) -> int:
+    names = {name for group in select(options.group or ["all"], options.rows).values() for name in group}
+    runs = [
+        run for run in plan.begun() if run.row.name in names and run.seed in (options.seeds or [run.seed])
+    ]
     folder = options.to or options.out / "report"
     collect(plan, runs).save(folder)
     result = load(folder, plan.name)
     for path in figures.draw(result, folder):
         print(path)
     tables.write_csv(result, folder / f"{result.name}-rows.csv")
-    blocks = tables.blocks(result)
+    blocks = tables.blocks(result, ".")
     if options.page:
-        tables.update(options.page, result)
+        tables.update(options.page, result, folder)
     else:
         text = "\n\n".join(f"## {name}\n\n{block}" for name, block in blocks.items())
         (folder / f"{result.name}.md").write_text(text + "\n", encoding="utf-8")
@@ -133,14 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise UsageError("restore needs --from FOLDER, which `report --to FOLDER` has written")
             print(f"{restore(plan, options.source)} runs restored to {plan.out / plan.name}")
             return 0
-        found = plan.seeds() if options.command == "report" else ()
-        seeds = options.seeds or found or tuple(range(PRESETS[options.preset].seeds))
-        groups = options.group or (["all"] if options.command != "run" and not options.rows else [])
-        runs = [plan.run(row, seed) for row, seed in choose(groups, options.rows, seeds)]
+        plan.check()
+        if options.command == "report":
+            return report(options, plan)
+        seeds = options.seeds or tuple(range(PRESETS[options.preset].seeds))
+        runs = [plan.run(row, seed) for row, seed in choose(options.group, options.rows, seeds)]
         if options.command == "run":
             return run(options, runs)
-        if options.command == "report":
-            return report(options, plan, runs)
         print("\n".join(overview(runs)))
     except (UsageError, ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

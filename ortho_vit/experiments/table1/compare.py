@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,13 +30,14 @@ class Summary:
         return statistics.stdev(self.errors.values()) if len(self.errors) > 1 else None
 
 
-def summarize(result: Result, row: str) -> Summary:
-    runs = [run for run in result.table if run["row"] == row]
+def summarize(result: Result, row: str, seed: int | None = None) -> Summary:
+    """Of all seeds, or of one."""
+    runs = [run for run in result.table if run["row"] == row and seed in (None, run["seed"])]
     finished = [run for run in runs if run["status"] == "finished"]
     seconds = [run["seconds"] for run in finished]
     orthogonality = [run["orthogonality"] for run in finished if run["orthogonality"] is not None]
     return Summary(
-        errors={run["seed"]: 100 * (1 - run["test_accuracy"]) for run in finished},
+        errors={run["seed"]: round(100 * (1 - run["test_accuracy"]), 4) for run in finished},
         diverged={run["seed"]: run["step"] for run in runs if run["status"] == "diverged"},
         seconds=statistics.fmean(seconds) if seconds else None,
         orthogonality=max(orthogonality, default=None),
@@ -68,10 +70,16 @@ class Difference:
     @property
     def p(self) -> float | None:
         """Two-sided p-value of the paired t-test; None below two pairs, or where all pairs agree exactly."""
-        if not self.std:
+        if self.std is None or self.std < 1e-9:
             return None
         t = abs(statistics.fmean(self.values)) * math.sqrt(self.n) / self.std
         return float(2 * stdtr(self.n - 1, -t))
+
+
+def common_seed(result: Result, rows: Sequence[str]) -> int | None:
+    """The seed that most of the rows have, the first of those; for tables of one seed."""
+    counts = Counter(run["seed"] for run in result.table if run["row"] in rows)
+    return min(counts, key=lambda seed: (-counts[seed], seed), default=None)
 
 
 def difference(result: Result, first: str, second: str) -> Difference:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ortho_vit.experiments.result import Result, legend_below, new_figure, save_figure
-from ortho_vit.experiments.table1.compare import summarize
+from ortho_vit.experiments.table1.compare import common_seed, summarize
 from ortho_vit.experiments.table1.rows import (
     FACTORS,
     GROUPS,
@@ -71,8 +71,9 @@ def curves(result: Result) -> "Figure":
 
 def _curve(axis: "Axes", result: Result, row: Row, column: str) -> None:
     by_epoch: dict[float, list[float]] = {}
+    finished = {f"{row.name} {seed}" for seed in summarize(result, row.name).errors}
     for label, curve in result.series.items():
-        if label.split()[0] == row.name:
+        if label in finished:
             for epoch, value in zip(curve["epoch"], curve[column], strict=True):
                 by_epoch.setdefault(epoch, []).append(100 * (1 - value) if "accuracy" in column else value)
     if by_epoch:
@@ -91,7 +92,7 @@ def errors(result: Result) -> "Figure":
     for height, name in enumerate(reversed(names)):
         summary, colour = summarize(result, name), _colour(ROWS[name])
         axis.plot(list(summary.errors.values()), [height] * len(summary.errors), "o", color=colour, alpha=0.6)
-        axis.plot(statistics.fmean(summary.errors.values()), height, "|", ms=16, color=colour)
+        axis.plot([summary.mean], [height], "|", ms=16, color=colour)
     axis.set_yticks(range(len(names)), [ROWS[name].label for name in reversed(names)])
     axis.set_ylim(-0.7, len(names) - 0.3)
     axis.set(
@@ -101,21 +102,17 @@ def errors(result: Result) -> "Figure":
 
 
 def learning_rate(result: Result) -> "Figure":
-    """Test error of the first seed against the learning rate; a cross at the top is a run that diverged."""
+    """Test error of one seed against the learning rate; a cross at the top is a run that diverged."""
     figure, axes = new_figure(1, 1, (7, 4.5))
     axis: Axes = axes
+    seed = common_seed(result, GROUPS["learning-rate"])
     for integrator, colour in zip(INTEGRATORS, ("tab:blue", "tab:red"), strict=True):
         rates, values, diverged = [], [], []
         for factor in FACTORS:
-            summary = summarize(result, rate_row(integrator, factor))
-            seeds = [*summary.errors, *summary.diverged]
-            if not seeds:
-                continue
-            first = min(seeds)
+            summary = summarize(result, rate_row(integrator, factor), seed)
             rates.append(LEARNING_RATE * factor)
-            values.append(summary.errors.get(first, math.nan))
-            if first in summary.diverged:
-                diverged.append(rates[-1])
+            values.append(math.nan if summary.mean is None else summary.mean)
+            diverged += rates[-1:] if summary.diverged else []
         axis.semilogx(rates, values, "o-", color=colour, label=integrator)
         axis.plot(diverged, [0.97] * len(diverged), "x", color=colour, transform=axis.get_xaxis_transform())
     axis.set_xticks([LEARNING_RATE * f for f in FACTORS], [f"{LEARNING_RATE * f:g}" for f in FACTORS])

@@ -17,7 +17,9 @@ from ortho_vit.experiments.table1.runs import Run, Sweep
 from ortho_vit.training.compose import UsageError
 from ortho_vit.training.recorder import finite_or_none, write_json
 
-COLUMNS = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "orthogonality", "lr")
+COLUMNS = (
+    "epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "orthogonality", "lr", "seconds",
+)  # fmt: skip
 FIELDS = (
     "status", "step", "reason", "test_accuracy", "test_loss", "seconds", "orthogonality", "parameters", "versions",
 )  # fmt: skip
@@ -39,7 +41,7 @@ def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
                 column: [math.nan if point[column] is None else float(point[column]) for point in curve]
                 for column in COLUMNS
             }
-    return collected.thinned()
+    return collected
 
 
 def load(folder: Path, name: str) -> Result:
@@ -67,7 +69,7 @@ def restore(sweep: Sweep, folder: Path) -> int:
                 f"{folder}: there is no row {entry['row']!r}; was this report made by another version?"
             )
         run = sweep.run(ROWS[entry["row"]], entry["seed"])
-        if run.result:
+        if (lock := run.claim()) is None:  # done, or under way
             continue
         curve = result.series.get(f"{entry['row']} {entry['seed']}", {})
         points = [
@@ -75,8 +77,10 @@ def restore(sweep: Sweep, folder: Path) -> int:
             for point in zip(*curve.values(), strict=True)
         ]
         arguments = shlex.split(entry["command"])[2:]  # after python train.py
+        run.compare(arguments)
         made = {"row": entry["row"], "seed": entry["seed"], "arguments": arguments}
-        write_json(run.folder / "run.json", made | {"commit": entry["commit"]})
-        write_json(run.folder / "result.json", {name: entry[name] for name in FIELDS} | {"curve": points})
+        with lock:
+            write_json(run.folder / "run.json", made | {"commit": entry["commit"]})
+            write_json(run.folder / "result.json", {name: entry[name] for name in FIELDS} | {"curve": points})
         restored += 1
     return restored

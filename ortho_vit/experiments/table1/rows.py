@@ -61,6 +61,7 @@ METHODS = {
 LEARNING_RATE = 0.15  # StiefelSGD's
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 INTEGRATORS = {"paper": "within_stiefel_sgd", "isometric": "within_stiefel_sgd_isometric"}
+SHARES = (0.25, 4.0)  # of the learning rate for the constrained blocks alone
 PROJECTIONS = {
     "q": "within_stiefel_sgd_q",
     "qk": "within_stiefel_sgd",
@@ -110,6 +111,14 @@ def _learning_rate() -> Iterable[Row]:
             yield Row(rate_row(integrator, factor), method, "within", "within_stiefel_sgd", arguments, base)
 
 
+def _two_rates() -> Iterable[Row]:
+    base = "within_stiefel_sgd"
+    for share in SHARES:
+        arguments = ("--model.optimizer.init_args.stiefel_lr", f"{LEARNING_RATE * share:g}")
+        method = f"StiefelSGD, constrained lr × {share:g}"
+        yield Row(f"{base}_stiefel_rate_x{share:g}", method, "within", base, arguments, base)
+
+
 def _projections() -> Iterable[Row]:
     base = "within_stiefel_sgd"
     for parts, name in PROJECTIONS.items():
@@ -118,14 +127,16 @@ def _projections() -> Iterable[Row]:
             yield Row(name, f"StiefelSGD on {parts.upper()}", "within", base, kwargs, base)
 
 
-ROWS = {row.name: row for rows in (_table(), _own(), _learning_rate(), _projections()) for row in rows}
+_MADE = (_table(), _own(), _learning_rate(), _two_rates(), _projections())
+ROWS = {row.name: row for rows in _MADE for row in rows}
 GROUPS = {
     "table": tuple(PAPER),
     "own": tuple(row.name for row in _own()),
     "learning-rate": tuple(rate_row(integrator, factor) for integrator in INTEGRATORS for factor in FACTORS),
+    "two-rates": tuple(row.name for row in _two_rates()),
     "projections": tuple(PROJECTIONS.values()),
 }
-ONE_SEED = ("learning-rate", "projections")
+ONE_SEED = ("learning-rate", "two-rates", "projections")
 
 
 @dataclass(frozen=True)
@@ -163,22 +174,29 @@ PRESETS = {
 
 def choose(groups: Sequence[str], patterns: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, int]]:
     """The runs of some groups, or of all where only patterns are given: one seed of every row, then the next."""
-    groups = groups or (tuple(GROUPS) if patterns else ("table",))
+    chosen: dict[tuple[int, str], None] = {}
+    for group, names in select(groups, patterns).items():
+        for seed in seeds[:1] if group in ONE_SEED else seeds:
+            chosen |= {(seeds.index(seed), name): None for name in names}
+    ordered = sorted(chosen, key=lambda key: (key[0], list(ROWS).index(key[1])))
+    return [(ROWS[name], seeds[index]) for index, name in ordered]
+
+
+def select(groups: Sequence[str], patterns: Sequence[str]) -> dict[str, list[str]]:
+    """The names of the rows that groups and patterns leave, by group."""
+    groups = groups or (("all",) if patterns else ("table",))
     if "all" in groups:
         groups = tuple(GROUPS)
     _check_patterns(patterns)
-    chosen: dict[tuple[int, str], None] = {}
-    for group in groups:
-        for name in GROUPS[group]:
-            if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                for seed in seeds[:1] if group in ONE_SEED else seeds:
-                    chosen[seeds.index(seed), name] = None
-    ordered = sorted(chosen, key=lambda key: (key[0], list(ROWS).index(key[1])))
-    if not ordered:
+    selected = {
+        group: [n for n in GROUPS[group] if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+        for group in groups
+    }
+    if not any(selected.values()):
         raise UsageError(
             f"no row of {', '.join(groups)} matches {' '.join(patterns)}; leave out one of the two"
         )
-    return [(ROWS[name], seeds[index]) for index, name in ordered]
+    return selected
 
 
 def _check_patterns(patterns: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ log.txt         what it said
 lock            claimed by an OS lock (flock), which ends with the process that trains, however that ends
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -23,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ortho_vit.experiments.table1.rows import PRESETS, Row
+from ortho_vit.experiments.table1.rows import PRESETS, ROWS, Row
 from ortho_vit.training.compose import UsageError
 from ortho_vit.training.recorder import write_json
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+
+PROMPT = "$ python train.py "  # before each attempt in the log
 
 State = Literal["finished", "diverged", "running", "interrupted", "waiting"]
 
@@ -54,10 +57,19 @@ class Sweep:
         folder = self.out.resolve() / self.name / row.name / f"seed{seed}"
         return Run(row, seed, folder, arguments, self.machine)
 
-    def seeds(self) -> tuple[int, ...]:
-        """Those that have a folder in any row."""
-        names = {path.name for path in (self.out / self.name).glob("*/seed*")}
-        return tuple(sorted(int(name.removeprefix("seed")) for name in names))
+    def begun(self) -> list["Run"]:
+        """Every run that has a folder, in the order of the rows."""
+        runs = []
+        for name, row in ROWS.items():
+            folders = (self.out / self.name / name).glob("seed*")
+            seeds = [folder.name.removeprefix("seed") for folder in folders]
+            runs += [self.run(row, seed) for seed in sorted(int(seed) for seed in seeds if seed.isdecimal())]
+        return runs
+
+    def check(self) -> None:
+        """Raise UsageError where the folder holds a run with other arguments: it could not be compared."""
+        for run in self.begun():
+            run.check()
 
 
 @dataclass(frozen=True)
@@ -98,11 +110,11 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The last error that its log has."""
+        """The last error that its log has of the last attempt."""
         log = self.folder / "log.txt"
         text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-        errors = re.findall(r"^(?:error: |\w*Error: )(.*)$", text, re.MULTILINE)
-        return errors[-1][:300] if errors else f"see {log}"
+        errors = re.findall(r"^(?:error: |\w*Error: )(.*)$", text.rpartition(PROMPT)[2], re.MULTILINE)
+        return errors[-1][:300] if errors else f"ended without a result; see {log}"
 
     def state(self) -> State:
         if result := self.result:
@@ -113,14 +125,19 @@ class Run:
 
     def check(self) -> None:
         """Raise UsageError where the folder holds a run with other arguments."""
-        stored = _read(self.folder / "run.json")
-        if stored is None or stored["arguments"] == list(self.arguments):
+        if stored := _read(self.folder / "run.json"):
+            self.compare(stored["arguments"])
+
+    def compare(self, arguments: Sequence[str]) -> None:
+        """Raise UsageError where these are not the run's."""
+        theirs, ours = _options(arguments), _options(self.arguments)
+        if theirs == ours:
             return
-        theirs = [a for a in stored["arguments"] if a not in self.arguments]
-        ours = [a for a in self.arguments if a not in stored["arguments"]]
+        there = " ".join(option for option in theirs if option not in ours)
+        now = " ".join(option for option in ours if option not in theirs)
         raise UsageError(
-            f"{self.folder} was run with other arguments ({' '.join(theirs) or 'fewer'} there, "
-            f"{' '.join(ours) or 'fewer'} now); give the same ones, or choose another --out"
+            f"{self.folder} was run with other arguments ({there or 'fewer'} there, {now or 'fewer'} now); "
+            "give the same ones after --, or choose another --out"
         )
 
     # -------------------------------------------------------------------------------- claiming and starting
@@ -130,11 +147,13 @@ class Run:
         if self.result:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.folder / "lock").open("a+", encoding="utf-8")
-        if _lock(lock, fcntl.LOCK_EX, attempts=3) and not self.result:
+        with contextlib.ExitStack() as stack:
+            lock = stack.enter_context((self.folder / "lock").open("a+", encoding="utf-8"))
+            if not _lock(lock, fcntl.LOCK_EX, attempts=3) or self.result:
+                return None
+            self.check()  # another sweep may have begun it meanwhile
+            stack.pop_all()
             return lock
-        lock.close()
-        return None
 
     def start(self, lock: IO[str], environment: Mapping[str, str]) -> subprocess.Popen:
         """Begin or resume, as a process that inherits the claim: it is given up when that process ends."""
@@ -147,6 +166,8 @@ class Run:
             else:
                 (self.folder / "config.yaml").unlink(missing_ok=True)
             with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
+                log.write(f"{PROMPT}{shlex.join(arguments)}\n")
+                log.flush()
                 process = subprocess.Popen(
                     [sys.executable, "train.py", *arguments],
                     stdin=subprocess.DEVNULL,
@@ -184,6 +205,11 @@ def _lock(file: IO[str], kind: int, attempts: int = 1) -> bool:
             if attempt + 1 < attempts:
                 time.sleep(0.05)
     return False
+
+
+def _options(arguments: Sequence[str]) -> list[str]:
+    """Each option with its values."""
+    return [text.strip() for text in re.split(r"(?:^| )(?=--)", " ".join(arguments)) if text]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

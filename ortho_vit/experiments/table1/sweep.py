@@ -103,16 +103,20 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM, as a batch system sends it, is treated as Ctrl-C."""
+    """SIGTERM, as a batch system sends it, is treated as Ctrl-C, and so is SIGHUP, of a closed terminal."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def visible_gpus() -> list[str]:

@@ -6,6 +6,7 @@
 """
 
 import csv
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ortho_vit.experiments.result import Result
 from ortho_vit.experiments.table1.compare import (
     Difference,
     Summary,
+    common_seed,
     difference,
     paper_difference,
     paper_error,
@@ -40,7 +42,6 @@ class Finding:
     """A claim of the paper, and the pairs of rows that bear on it: the first should have the lower error."""
 
     name: str
-    claim: str
     pairs: Pairs
 
 
@@ -51,22 +52,19 @@ def _pairs(first: str, *others: str) -> Pairs:
 FINDINGS = (
     Finding(
         "constraint",
-        "within heads beats across heads beats no constraint",
         (
-            *_pairs("within_stiefel_sgd", "across_stiefel_sgd", "none_sgd"),
-            ("across_stiefel_sgd", "none_sgd"),
+            *_pairs("within_stiefel_sgd", "across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
+            *_pairs("across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
             *_pairs("within_stiefel_adam", "across_stiefel_adam", "none_adam", "none_adamw"),
-            ("across_stiefel_adam", "none_adam"),
+            *_pairs("across_stiefel_adam", "none_adam", "none_adamw"),
         ),
     ),
     Finding(
         "momentum",
-        "momentum on the manifold matters",
         _pairs("within_stiefel_sgd", "within_momentumless_stiefel_sgd"),
     ),
     Finding(
         "exactness",
-        "a constraint that is kept beats a penalty",
         tuple(
             (f"{c}_stiefel_{kind}", f"{c}_regularized_{kind}")
             for c in ("within", "across")
@@ -75,15 +73,13 @@ FINDINGS = (
     ),
     Finding(
         "one-rate",
-        "one learning rate serves constrained and free parameters",
         (
             ("within_projected_stiefel_sgd", "within_projected_stiefel_sgd_one_rate"),
-            ("within_stiefel_sgd", "within_projected_stiefel_sgd_one_rate"),
+            *_pairs("within_stiefel_sgd", *GROUPS["two-rates"]),
         ),
     ),
     Finding(
         "optimizer",
-        "the momentum Stiefel optimizers beat the other Stiefel optimizers",
         (
             *tuple(
                 (f"{c}_stiefel_{kind}", f"{c}_projected_stiefel_{kind}")
@@ -96,28 +92,24 @@ FINDINGS = (
 )
 
 
-def blocks(result: Result) -> dict[str, str]:
-    """Everything `report` writes about a sweep, by the name of its marker."""
-    drawn = available(result)
+def blocks(result: Result, folder: str) -> dict[str, str]:
+    """Everything `report` writes about a sweep, by the name of its marker; the figures lie in `folder`."""
+    pictures = {
+        name: f"![{name.replace('-', ' ')}]({Path(folder, f'{result.name}-{name}.png').as_posix()})"
+        for name in available(result)
+    }
+    rates = [learning_rate_table(result), pictures.get("learning-rate")]
     return {
         "summary": summary_line(result),
         "table": rows_table(result, GROUPS["table"]),
-        "errors": _figure(result, "errors") if "errors" in drawn else "",
-        "curves": _figure(result, "curves") if "curves" in drawn else "",
+        "errors": pictures.get("errors", ""),
+        "curves": pictures.get("curves", ""),
         "own": rows_table(result, GROUPS["own"]),
-        "learning-rate": "\n\n".join(
-            [
-                learning_rate_table(result),
-                *([_figure(result, "learning-rate")] if "learning-rate" in drawn else []),
-            ]
-        ),
+        "learning-rate": "\n\n".join(part for part in rates if part),
+        "two-rates": rows_table(result, GROUPS["two-rates"]),
         "projections": projections_table(result),
         **{finding.name: finding_table(result, finding) for finding in FINDINGS},
     }
-
-
-def _figure(result: Result, name: str) -> str:
-    return f"![{name.replace('-', ' ')}](table1/{result.name}-{name}.png)"
 
 
 def summary_line(result: Result) -> str:
@@ -141,7 +133,6 @@ def rows_table(result: Result, names: Sequence[str]) -> str:
         paper = paper_error(name, result.settings["data"])
         paired = difference(result, name, row.reference) if row.reference else Difference([])
         reference = ROWS[row.reference] if row.reference else None
-        against = "" if reference is None else f"{reference.method}, {reference.constraint}"
         lines.append(
             [
                 row.method,
@@ -149,7 +140,7 @@ def rows_table(result: Result, names: Sequence[str]) -> str:
                 _error(summary),
                 _runs(summary),
                 f"{paper[0]:.2f} ± {paper[1]:.2f}" if paper else "",
-                against,
+                reference.label if reference else "",
                 _signed(paired) if reference else "",
                 _p(paired) if reference else "",
                 duration(summary.seconds) if summary.seconds else "–",
@@ -188,7 +179,7 @@ def finding_table(result: Result, finding: Finding) -> str:
                 ROWS[first].label,
                 ROWS[second].label,
                 _signed(paired),
-                f"{paired.better} of {paired.n}" if paired.n else "–",
+                _wins(result, first, second),
                 _p(paired),
                 f"{paper:+.2f}" if paper is not None else "–",
             ]
@@ -197,18 +188,20 @@ def finding_table(result: Result, finding: Finding) -> str:
 
 
 def learning_rate_table(result: Result) -> str:
-    """Test error of the first seed at each multiple of the paper's learning rate."""
+    """Test error of one seed at each multiple of the paper's learning rate."""
     lines = [["integrator", *(f"{LEARNING_RATE * factor:g} (× {factor:g})" for factor in FACTORS)]]
+    seed = common_seed(result, GROUPS["learning-rate"])
     for integrator in INTEGRATORS:
         names = [rate_row(integrator, factor) for factor in FACTORS]
-        lines.append([integrator, *(_single(summarize(result, name)) for name in names)])
+        lines.append([integrator, *(_single(summarize(result, name, seed)) for name in names)])
     return _markdown(lines)
 
 
 def projections_table(result: Result) -> str:
     lines = [["constrained", "test error, %", "time", "max \\|XXᵀ − I\\|"]]
+    seed = common_seed(result, GROUPS["projections"])
     for parts, name in PROJECTIONS.items():
-        summary = summarize(result, name)
+        summary = summarize(result, name, seed)
         seconds = duration(summary.seconds) if summary.seconds else "–"
         orthogonality = f"{summary.orthogonality:.0e}" if summary.orthogonality is not None else "–"
         lines.append([parts.upper(), _single(summary), seconds, orthogonality])
@@ -232,14 +225,20 @@ def _runs(summary: Summary) -> str:
 
 
 def _single(summary: Summary) -> str:
-    """The first seed alone, so that every cell has as many runs."""
-    seeds = [*summary.errors, *summary.diverged]
-    if not seeds:
-        return "–"
-    first = min(seeds)
-    if first in summary.diverged:
-        return f"diverged at step {summary.diverged[first]}"
-    return f"{summary.errors[first]:.2f}"
+    """Of one seed."""
+    for step in summary.diverged.values():
+        return f"diverged at step {step}"
+    return _error(summary)
+
+
+def _wins(result: Result, first: str, second: str) -> str:
+    """How many seeds the first row wins of those that both finished, and how many one of them did not."""
+    paired = difference(result, first, second)
+    text = f"{paired.better} of {paired.n}" if paired.n else "–"
+    for which, row in (("first", first), ("second", second)):
+        if count := len(summarize(result, row).diverged):
+            text += f"; the {which} diverged {count} ×"
+    return text
 
 
 def _signed(paired: Difference) -> str:
@@ -261,10 +260,10 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
 # -------------------------------------------------------------------------------------------------------------- page
 
 
-def update(page: Path, result: Result) -> None:
+def update(page: Path, result: Result, folder: Path) -> None:
     """Replace what stands between the markers of this sweep; whatever else the page says stays."""
     text = page.read_text(encoding="utf-8")
-    written = fill(text, result)
+    written = fill(text, result, os.path.relpath(folder, page.parent))
     if written == text and f"<!-- {result.name}: " not in text:
         raise UsageError(
             f"{page} has no marker <!-- {result.name}: table --> ... <!-- end -->; put one there"
@@ -272,8 +271,8 @@ def update(page: Path, result: Result) -> None:
     page.write_text(written, encoding="utf-8")
 
 
-def fill(text: str, result: Result) -> str:
-    for name, block in blocks(result).items():
+def fill(text: str, result: Result, folder: str) -> str:
+    for name, block in blocks(result, folder).items():
         marker = f"<!-- {result.name}: {name} -->"
         start = text.find(marker)
         if start >= 0:
