@@ -167,6 +167,7 @@ def contestants(mode: str) -> list[Contestant]:
         ours("StiefelAdam", lambda p: StiefelAdam(p, lr=1e-3), blocks),
         ours("StiefelSGD, integrator paper", lambda p: StiefelSGD(p, lr=0.1, integrator="paper"), blocks),
         ours("StiefelSGD, foreach", lambda p: StiefelSGD(p, lr=0.1, foreach=True), blocks),
+        ours("StiefelAdam, foreach", lambda p: StiefelAdam(p, lr=1e-3, foreach=True), blocks),
         transcription(blocks),
         torch_floor("torch SGD (no constraint)", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), blocks),
         torch_floor("torch AdamW (no constraint)", lambda p: torch.optim.AdamW(p, lr=1e-3), blocks),

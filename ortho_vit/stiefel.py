@@ -53,6 +53,8 @@ def is_tall(X: Tensor) -> bool:
 
 def project_tangent(X: Tensor, G: Tensor) -> Tensor:
     """Project G onto the tangent space at X (Euclidean metric):  G − sym(G Xᵀ) X,  or  G − X sym(XᵀG)  where X is tall."""
+    require_matrices("project_tangent", X)
+    require_matrices("project_tangent", G)
     if is_tall(X):
         return G - X @ sym(X.mT @ G)
     return G - sym(G @ X.mT) @ X
@@ -63,7 +65,8 @@ def cayley(M: Tensor) -> Tensor:
     require_matrices("cayley", M)
     if M.shape[-2] != M.shape[-1]:
         raise ValueError(f"cayley: needs square matrices, got {tuple(M.shape)}")
-    return torch.linalg.solve(identity(M) - M / 2, identity(M) + M / 2)
+    A = M.to(working_dtype(M.dtype)) / 2
+    return torch.linalg.solve(identity(A) - A, identity(A) + A).to(M.dtype)
 
 
 def random_stiefel(
@@ -99,14 +102,21 @@ def qr(A: Tensor) -> Tensor:
 def orthogonality_error(x: Tensor | nn.Module) -> float:
     """The largest |(X Xᵀ − I)ᵢⱼ| (XᵀX where X is tall), over every block of a tensor, a `StiefelParameter` or a module.
 
-    Measured in float64, so that what is reported is the error of X and not of the measurement.
+    Measured in float64, so that what is reported is the error of X and not of the measurement.  A module without
+    constrained parameters has none: 0.
     """
     if isinstance(x, nn.Module):
-        return max((orthogonality_error(p) for p in x.parameters() if hasattr(p, "matrices")), default=0.0)
+        errors = [orthogonality_error(p) for p in x.parameters() if hasattr(p, "matrices")]
+        return max(errors, key=nan_first, default=0.0)
     require_matrices("orthogonality_error", x)
     X = (x.matrices() if hasattr(x, "matrices") else x.detach()).double()
     A = X.mT @ X if is_tall(X) else X @ X.mT
     return (A - torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)).abs().max().item()
+
+
+def nan_first(value: float) -> float:
+    """A key for `max` under which what is no number is the largest."""
+    return math.inf if math.isnan(value) else value
 
 
 def require_matrices(who: str, X: Tensor) -> None:

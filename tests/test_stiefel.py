@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from ortho_vit import constrain
 from ortho_vit.stiefel import (
     cayley,
     inverse_sqrt,
@@ -178,3 +180,21 @@ def test_cayley_of_skew_is_orthogonal_and_second_order():
 def test_shapes_that_are_no_frames_are_refused():
     with pytest.raises(ValueError, match="two dimensions"):
         random_stiefel(5)
+
+
+def test_a_block_that_is_no_number_is_not_passed_over():
+    layers = nn.ModuleList([constrain(nn.Linear(8, 4)), constrain(nn.Linear(8, 4))])
+    with torch.no_grad():
+        layers[1].weight.fill_(math.nan)
+    assert math.isnan(orthogonality_error(layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_cayley_transform_of_narrow_matrices(dtype):
+    M = skew(torch.randn(4, 4, dtype=torch.float64))
+    torch.testing.assert_close(cayley(M.to(dtype)).double(), cayley(M), rtol=0.05, atol=0.05)
+
+
+def test_the_tangent_projection_takes_real_matrices_only():
+    with pytest.raises(ValueError, match="project_tangent: needs a real floating-point dtype"):
+        project_tangent(torch.eye(3, dtype=torch.complex64), torch.eye(3, dtype=torch.complex64))

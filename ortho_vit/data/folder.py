@@ -153,7 +153,7 @@ class ImageFolder(ImageDataModule):
         )
         if not names:
             raise FileNotFoundError(
-                f"ImageFolder: no pictures in {folder.absolute()}; put them into a folder for each class, "
+                f"ImageFolder: no class folders in {folder.absolute()}; put the pictures into one for each class, "
                 f"{self.root}/train/<class>/ or {self.root}/<class>/"
             )
         self._require(len(names) > 1, f"{folder} has one class only, {names[0]!r}; put a second beside it")

@@ -81,7 +81,10 @@ def find_checkpoint(name: str, source: str | os.PathLike[str] | None = None) -> 
     elif name in (names := available(where)):
         checkpoint = Checkpoint.open(Path(where) / f"{name}.json")
     else:
-        raise CheckpointError(f"no checkpoint {name!r} in {where}; it has {', '.join(names) or 'none'}")
+        have = (
+            f"it has {', '.join(names)}" if names else "it has none; set ORTHO_VIT_CHECKPOINTS to the folder"
+        )
+        raise CheckpointError(f"no checkpoint {name!r} in {where}; {have}")
     if checkpoint.card.name != name:
         raise CheckpointError(f"{name}: its card is that of {checkpoint.card.name!r}")
     return checkpoint
@@ -128,14 +131,14 @@ def load_checkpoint(
     *,
     weights: bool = True,
     constraint: Choice = "default",
-    projections: Projections = "qk",
-    preserve: bool = False,
+    projections: Projections | None = None,
+    preserve: bool | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Build the card's model and load its weights (unless `weights` is False).
 
-    The model is constrained as its card says.  Another `constraint` (and `projections`, `preserve`: see
-    `orthogonalize`) replaces that after the weights are loaded; None makes every parameter free.  Other keywords go to
+    The model is constrained as its card says.  Another `constraint`, `projections` or `preserve` (see `orthogonalize`)
+    replaces that after the weights are loaded; `constraint=None` makes every parameter free.  Other keywords go to
     timm and win over the card's: `num_classes` gives a new head, `img_size` resamples the position embedding, `in_chans`
     spreads the first convolution over other channels.
     """
@@ -149,7 +152,9 @@ def load_checkpoint(
         _load(model, _adapt(_read(checkpoint), model), card.name)
         check_weights(model, card.name)
     wanted = resolve(constraint, card.constraint)
-    if constraint == "default" or (wanted, projections) == (card.constraint, card.projections):
+    projections = card.projections if projections is None else projections
+    preserve = card.preserve if preserve is None else preserve
+    if (wanted, projections, preserve) == (card.constraint, card.projections, card.preserve):
         return model
     return orthogonalize(_release(model), wanted, projections=projections, preserve=preserve)
 

@@ -21,8 +21,8 @@ def create_model(
     pretrained: bool = False,
     *,
     constraint: Choice = "default",
-    projections: Projections = "qk",
-    preserve: bool = False,
+    projections: Projections | None = None,
+    preserve: bool | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
@@ -33,8 +33,10 @@ def create_model(
         pretrained: load the weights: a checkpoint of ours by that name if there is one, otherwise timm's.
         constraint: "within", "across" or None; see `orthogonalize`.  By default what the checkpoint was trained with;
             without one, "within" for the zoo's models and None for timm's.
-        projections: which of W^Q, W^K, W^V are constrained, and with "qk+mlp" the MLPs; see `orthogonalize`.
-        preserve: constrain without changing the function that the weights compute; see `orthogonalize`.
+        projections: which of W^Q, W^K, W^V are constrained, and with "qk+mlp" the MLPs; see `orthogonalize`.  By
+            default the checkpoint's, or "qk".
+        preserve: constrain without changing the function that the weights compute; see `orthogonalize`.  By default the
+            checkpoint's, or False.
         checkpoints: folder or https address of the checkpoints, by default ORTHO_VIT_CHECKPOINTS or the repository's.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
     """
@@ -42,11 +44,15 @@ def create_model(
     ours = architecture in zoo.__all__
     if ":" not in name and not timm.is_model(architecture):
         raise ValueError(_unknown(name, [*zoo.__all__, *timm.list_models()]))
-    choice: dict[str, Any] = {"constraint": constraint, "projections": projections, "preserve": preserve}
     if (tag or pretrained) and (ours or checkpoints is not None or name in available()):
         full_name = name if tag else _only_tag(architecture, checkpoints)
         return load_checkpoint(
-            find_checkpoint(full_name, checkpoints), weights=pretrained, **choice, **kwargs
+            find_checkpoint(full_name, checkpoints),
+            weights=pretrained,
+            constraint=constraint,
+            projections=projections,
+            preserve=preserve,
+            **kwargs,
         )
     if ours:
         kwargs["constraint"] = "none"  # until orthogonalize
@@ -55,8 +61,10 @@ def create_model(
     except (TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
         given = {key: value for key, value in kwargs.items() if key != "constraint"}
         raise ValueError(f"{name} cannot be built with {given}: {' '.join(str(error).split())}") from error
-    choice["constraint"] = resolve(constraint, "within" if ours else None)
-    return orthogonalize(model, **choice)
+    wanted = resolve(constraint, "within" if ours else None)
+    return orthogonalize(
+        model, wanted, projections="qk" if projections is None else projections, preserve=bool(preserve)
+    )
 
 
 def list_models(filter: str = "*", pretrained: bool = False) -> list[str]:

@@ -58,9 +58,8 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-for (
-    _name
-) in checkpoints.available():  # so that timm knows architecture.tag; the untagged name stays without weights
+# So that timm knows architecture.tag; the untagged name stays without weights.
+for _name in checkpoints.available():
     _architecture, _, _tag = _name.partition(".")
     if _architecture in default_cfgs:
         _entry = default_cfgs[_architecture]
@@ -74,7 +73,7 @@ def _build(
     architecture: dict[str, Any],
     *,
     constraint: Choice = "default",
-    projections: Projections = "qk",
+    projections: Projections | None = None,
     pretrained_cfg: Any = None,
     pretrained_cfg_overlay: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -106,7 +105,7 @@ def _build(
         **{**architecture, **kwargs},
     )
     init: Init = "keep" if pretrained else "polar"
-    orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
+    orthogonalize(model, resolve(constraint, "within"), projections=projections or "qk", init=init)
     if pretrained:
         checkpoints.check_weights(model, name)
     return model

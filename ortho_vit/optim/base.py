@@ -28,12 +28,17 @@ from ortho_vit.stiefel import orthogonality_error, polar, working_dtype
 Group = dict[str, Any]
 Params = Iterable[Any]
 
+HUGE = 1e16  # a gradient below can be squared in float32, with room for momentum and sums
 REFRESH = 16  # steps between two measurements of X Xᵀ; in between, rounding adds some 3e-8 a step in float32
 
 
 def given(arguments: dict[str, Any]) -> Group:
     """The hyper-parameters among a constructor's `locals()`."""
     return {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
+
+
+def is_count(k: Any) -> bool:
+    return isinstance(k, int) and not isinstance(k, bool) and k >= 1
 
 
 class StiefelOptimizer(Sharded):
@@ -48,6 +53,8 @@ class StiefelOptimizer(Sharded):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._stacks: dict[Any, Stack] = {}
+        self._fitted: dict[Tensor, Any] = {}  # what a state was last found to fit
+        self._versions: dict[Tensor, int] = {}  # of narrow parameters, as the last step left them
         super().__setstate__(state)
 
     def check(self, group: Group) -> None:
@@ -107,24 +114,39 @@ class StiefelOptimizer(Sharded):
                 "DistributedDataParallel, with shard_stiefel=True"
             )
         group.setdefault("reference_lr", float(group["lr"]))
-        for parameter in group["params"]:
-            if self.starts_on_manifold and isinstance(parameter, StiefelParameter) and not parameter.is_meta:
-                self._put_on_manifold(parameter)
+        if self.starts_on_manifold:
+            try:
+                self._put_on_manifold(group)
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
     @torch.no_grad()
-    def _put_on_manifold(self, parameter: StiefelParameter) -> None:
-        X = parameter.matrices()
-        error = orthogonality_error(X)
-        if error <= math.sqrt(torch.finfo(X.dtype).eps):  # the first step takes out what is less
-            return
-        name = self.name_of(parameter)
-        try:
-            X.copy_(polar(X))
-        except ValueError as problem:
-            raise ValueError(f"{type(self).__name__}: {name} cannot be made orthonormal; {problem}") from None
-        warnings.warn(
-            f"{name} was off the manifold by {error:.2g}: replaced by its polar factor", stacklevel=5
-        )
+    def _put_on_manifold(self, group: Group) -> None:
+        """Replace blocks that are off the manifold by their polar factors: all of them, or none and an error."""
+        replaced: list[tuple[Tensor, Tensor, str]] = []
+        for parameter in group["params"]:
+            if not isinstance(parameter, StiefelParameter) or parameter.is_meta:
+                continue
+            X, name = parameter.matrices(), self.name_of(parameter)
+            error = orthogonality_error(X)
+            if error <= self._tolerance(X.dtype, group):
+                continue
+            try:
+                replaced.append((X, polar(X), f"{name} was off the manifold by {error:.2g}"))
+            except ValueError as problem:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} cannot be made orthonormal; {problem}"
+                ) from None
+        for X, nearest, what in replaced:
+            X.copy_(nearest)
+            warnings.warn(f"{what}: replaced by its polar factor", stacklevel=5)
+
+    def _tolerance(self, dtype: torch.dtype, group: Group) -> float:
+        """What the first step takes out, or narrow numbers cannot say; where a method drifts, what that may have done."""
+        if not self.exact or group.get("inner_steps") is not None:
+            return 0.01  # a run that is resumed must find its weights as it left them
+        return max(math.sqrt(torch.finfo(working_dtype(dtype)).eps), 2 * torch.finfo(dtype).eps)
 
     def name_of(self, parameter: Tensor) -> str:
         """How messages call a parameter: by name where the optimizer was given `named_parameters()`."""
@@ -143,14 +165,34 @@ class StiefelOptimizer(Sharded):
                 raise ValueError(
                     f"{type(self).__name__}: the state is of another optimizer: it has no {missing[0]!r}"
                 )
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        ours = [(p, group) for group in self.param_groups for p in group["params"]]
+        if len(saved) == len(ours):  # otherwise torch says so
+            for i, (p, group) in zip(saved, ours, strict=True):
+                state = state_dict["state"].get(i)
+                if state and isinstance(p, StiefelParameter) and not self._fits(p, p, state, group):
+                    raise ValueError(
+                        f"{type(self).__name__}: the state of {self.name_of(p)} is of other blocks, or of "
+                        "another optimizer"
+                    )
         super().load_state_dict(state_dict)
+        self._versions.clear()
         for group, here in zip(self.param_groups, sharded, strict=True):
             group.update(here)
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        ours = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(saved, ours, strict=True):
+        for i, (p, _) in zip(saved, ours, strict=True):
             if i in state_dict["state"] and p.dtype != working_dtype(p.dtype):
                 self.state[p] = _to_device(state_dict["state"][i], p.device)
+
+    def _fits(self, p: StiefelParameter, tensor: Tensor, state: State, group: Group) -> bool:
+        """Whether the state is this family's, for blocks as p has them now."""
+        X = wide(blocks_of(p, tensor.detach()))
+        shapes = {key: (len(X), *x.shape[1:]) for key, x in self.new_state(X[:0], group).items()}
+        own = {key: x for key, x in state.items() if isinstance(x, Tensor) and key != "master"}
+        return (
+            "free" in state
+            and shapes.keys() <= own.keys()
+            and all(x.shape == shapes.get(key, X.shape) for key, x in own.items())
+        )
 
     # ------------------------------------------------------------------------------------------------------ a step
 
@@ -169,6 +211,7 @@ class StiefelOptimizer(Sharded):
             self._step_group(group)
         if (spoilt := self.exchange_blocks()) is not None:
             raise self._overflow(spoilt)
+        self._versions = {p: p._version for p, state in self.state.items() if "master" in state}
         return loss
 
     def _check_gradients(self, parameters: list[Tensor]) -> None:
@@ -176,12 +219,18 @@ class StiefelOptimizer(Sharded):
         grads = [p.grad for p in parameters if p.grad is not None]
         if any(g.is_sparse for g in grads):
             raise RuntimeError(f"{type(self).__name__}: sparse gradients are not supported")
-        if not grads or all_finite(grads):
+        if not grads or total_norm(grads) < HUGE:
             return
-        culprit = next(p for p, g in zip(parameters, grads, strict=True) if not g.isfinite().all())
-        raise RuntimeError(
-            f"{type(self).__name__}: the gradient of {self.name_of(culprit)} is not finite; nothing was changed"
-        )
+        for p, g in zip(parameters, grads, strict=True):
+            problem = None if g.isfinite().all() else "not finite"
+            if isinstance(p, StiefelParameter) and not problem:
+                norm = float(torch.linalg.vector_norm(g.to(working_dtype(g.dtype))))
+                too_large = not norm < torch.finfo(working_dtype(g.dtype)).max ** 0.5 / 1000
+                problem = f"too large to be squared (its norm is {norm:.1g})" if too_large else None
+            if problem:
+                raise RuntimeError(
+                    f"{type(self).__name__}: the gradient of {self.name_of(p)} is {problem}; nothing was changed"
+                )
 
     def _step_group(self, group: Group) -> None:
         free: list[Part] = []
@@ -220,16 +269,32 @@ class StiefelOptimizer(Sharded):
             return Part(p, p.grad, state)
         if "master" not in state:
             state["master"] = p.to(dtype)
+        elif self._versions.get(p) != p._version:  # where somebody else has written, that counts
+            master = state["master"]
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p))
         return Part(state["master"], p.grad, state)
 
     def _stack_key(self, p: StiefelParameter, part: Part, group: Group) -> Any:
         """Parameters of one key are stepped as one batch: all alike under `foreach`, each by itself otherwise."""
-        if "step" not in part.state:
-            part.state.update(self.new_state(wide(blocks_of(p, part.tensor)), group), step=0, free={})
+        layout = (id(part.state), p.blocks, p.rows, part.tensor.shape, part.tensor.dtype)
+        if self._fitted.get(p) != layout:
+            self._fit_state(p, part, group)
+            self._fitted[p] = layout
         part.state["step"] += 1
         if not (part.tensor.is_cuda if group["foreach"] is None else group["foreach"]):
             return id(p)
         return p.shape, p.blocks, p.rows, part.tensor.dtype, part.tensor.device, part.state["step"]
+
+    def _fit_state(self, p: StiefelParameter, part: Part, group: Group) -> None:
+        """Begin a state where there is none for these blocks; follow the parameter to another precision."""
+        tensor, state = part.tensor, part.state
+        if not self._fits(p, tensor, state, group):
+            master = {key: x for key, x in state.items() if key == "master"}
+            state.clear()
+            state.update(master, **self.new_state(wide(blocks_of(p, tensor)), group), step=0, free={})
+        for key, x in state.items():
+            if isinstance(x, Tensor) and key != "master" and x.dtype != tensor.dtype:
+                state[key] = x.to(tensor.dtype)
 
     def _stack(self, members: list[tuple[StiefelParameter, Part]]) -> Stack:
         """These members as a stack: the one of the last step, if it still holds them."""
@@ -277,11 +342,14 @@ def stiefel_lr(group: Group) -> float:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
+    return math.isfinite(total_norm(tensors)) or all(t.isfinite().all() for t in tensors)
+
+
+def total_norm(tensors: list[Tensor]) -> float:
+    """The sum of their norms: not finite where an entry is not, or where a norm overflows."""
     norms = torch._foreach_norm(tensors)
     together = len({n.device for n in norms}) == 1
-    if math.isfinite(torch.stack([n if together else n.cpu() for n in norms]).sum().item()):
-        return True
-    return all(t.isfinite().all() for t in tensors)  # a norm may have overflowed where no entry did
+    return torch.stack([n if together else n.cpu() for n in norms]).sum().item()
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
@@ -333,6 +401,8 @@ class FreeAdam(StiefelOptimizer):
             "must be two numbers in [0, 1)",
         )
         self.require(group, "eps", lambda x: 0 < x < math.inf, "must be finite and > 0")
+        if group["foreach"]:
+            self.require(group, "lr", lambda lr: not isinstance(lr, Tensor), "must be a number under foreach")
 
     def free_step(self, parts: list[Part], group: Group) -> None:
         for part in parts:

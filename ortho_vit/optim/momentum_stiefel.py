@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given
+from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given, is_count
 from ortho_vit.stiefel import (
     cayley,
     identity,
@@ -186,7 +186,10 @@ def turned_(U: Tensor, Z: Tensor, lr: float, momentum: float, flow: Flow) -> Ten
     if flow.integrator == "paper":
         return U.copy_(torch.baddbmm(U, Z, U, beta=momentum, alpha=(3 * flow.a - 2) / 2 * lr))
     if flow.a != 0.5:
-        U.copy_(cayley((2 * flow.a - 1) * lr * Z).mT @ U)
+        W = next(
+            in_double(True, (2 * flow.a - 1) * lr * Z)
+        )  # so large at times that I would be lost beside it
+        U.copy_(cayley(W).to(U.dtype).mT @ U)
     return U.mul_(momentum)
 
 
@@ -285,7 +288,7 @@ class MomentumStiefel(StiefelOptimizer):
         self.require(
             group, "integrator", lambda i: i in ("isometric", "paper"), "must be 'isometric' or 'paper'"
         )
-        self.require(group, "inner_steps", lambda k: k is None or k >= 1, "must be None or at least 1")
+        self.require(group, "inner_steps", lambda k: k is None or is_count(k), "must be None or at least 1")
 
     def refresh(self, X: Tensor, state: State) -> None:
         put_back(X, state.get("U"), torch.ones(len(X), dtype=torch.bool, device=X.device))

@@ -11,7 +11,7 @@ Y = XC + AD: the iteration runs on the m × m coefficients C and D, so a step co
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given
+from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given, is_count
 from ortho_vit.stiefel import identity, qr
 
 
@@ -46,8 +46,8 @@ class ProjectedStiefel(StiefelOptimizer):
 
     def check(self, group: Group) -> None:
         super().check(group)
-        self.require(group, "cayley_steps", lambda s: s >= 1, "must be at least 1")
-        self.require(group, "qr_every", lambda k: k is None or k >= 1, "must be None or at least 1")
+        self.require(group, "cayley_steps", is_count, "must be at least 1")
+        self.require(group, "qr_every", lambda k: k is None or is_count(k), "must be None or at least 1")
 
     def retract(self, X: Tensor, state: State, group: Group) -> None:
         if group["qr_every"] is not None and state["step"] % group["qr_every"] == 0:

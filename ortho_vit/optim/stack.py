@@ -47,20 +47,26 @@ class Stack:
         self.free_rows = (
             [free_rows(p, part.tensor.detach()) for part in parts] if p.rows < p.shape[-2] else []
         )
-        self.addresses = [part.tensor.data_ptr() for part in parts]
+        self.layout = self._layout(parts)
         states = [part.state for part in parts]
         self.state = Joined(states, torch.cat, lambda x: x.chunk(len(parts)))
         self.free_state = Joined([s["free"] for s in states], torch.stack, torch.unbind)
         self.grads: Tensor | None = None
 
     def hold(self, parts: list[Part]) -> bool:
-        """Take the gradients of another step; False if tensors or states are no longer those that were stacked."""
+        """Take the gradients of another step; False if tensors, blocks or states are no longer those that were stacked."""
         self.parts = parts
         return (
-            self.addresses == [part.tensor.data_ptr() for part in parts]
+            self.layout == self._layout(parts)
             and self.state.is_bound_to([part.state for part in parts])
             and self.free_state.is_bound_to([part.state["free"] for part in parts])
         )
+
+    def _layout(self, parts: list[Part]) -> list[tuple[int, int, int]]:
+        """Where the parameters lie, and how they are cut."""
+        return [
+            (part.tensor.data_ptr(), p.blocks, p.rows) for p, part in zip(self.parameters, parts, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.blocks) * len(self.blocks[0])

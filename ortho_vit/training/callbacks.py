@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ortho_vit.parameter import StiefelParameter, cut_blocks, stiefel_parameters
-from ortho_vit.stiefel import is_tall, orthogonality_error, polar
+from ortho_vit.stiefel import is_tall, nan_first, orthogonality_error, polar
 
 
 class OrthogonalityMonitor(Callback):
@@ -51,16 +51,16 @@ class OrthogonalityMonitor(Callback):
         tangency = dict(momentum_tangency(pl_module, trainer.optimizers))
         values = {f"orthogonality/{name}": value for name, value in errors.items()}
         values |= {f"tangency/{name}": value for name, value in tangency.items()}
-        values["orthogonality"] = max(errors.values())
+        values["orthogonality"] = max(errors.values(), key=nan_first)
         if tangency:
-            values["tangency"] = max(tangency.values())
+            values["tangency"] = max(tangency.values(), key=nan_first)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         trainer.callback_metrics["orthogonality"] = torch.tensor(values["orthogonality"])
         if self.threshold is None:
             return
         excess = {name: errors[name] - rounding_error(p.dtype) for name, p in parameters.items()}
-        worst = max(excess, key=lambda name: _nan_first(excess[name]))
+        worst = max(excess, key=lambda name: nan_first(excess[name]))
         if not excess[worst] <= self.threshold:
             raise RuntimeError(
                 f"{worst} has left the manifold at step {trainer.global_step}: its orthogonality error is "
@@ -75,10 +75,6 @@ def rounding_error(dtype: torch.dtype) -> float:
     """
     u = torch.finfo(dtype).eps / 2
     return 2 * u + u * u
-
-
-def _nan_first(value: float) -> float:
-    return value if value == value else float("inf")
 
 
 def momentum_tangency(pl_module: L.LightningModule, optimizers: Any) -> Iterator[tuple[str, float]]:

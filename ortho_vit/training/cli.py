@@ -27,7 +27,7 @@ from ortho_vit.training.compose import UsageError, config_files, expand, explain
 from ortho_vit.training.export import Export
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.module import Classifier
-from ortho_vit.training.report import History, describe, preview, progress_bar, summary
+from ortho_vit.training.report import History, describe, named_for, preview, progress_bar, summary
 from ortho_vit.training.run import read_run
 
 MAY_CHANGE = ("weights", "skip_nonfinite", "optimizer.init_args.shard_stiefel")  # in a run that is resumed
@@ -306,7 +306,7 @@ class CommandLine(LightningCLI):
 
     def _summarize(self, results: dict[str, Any], checkpoint: Any = None) -> None:
         rows = {}
-        for name, value in results.items():
+        for name, value in named_for(self.datamodule, results).items():
             label = name.replace("/", " ").replace("_", " ")
             rows[label] = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         if any(True for _ in self.model.model.parameters()) and self.model.hparams["constraint"] is not None:

@@ -178,7 +178,8 @@ def _explain_value(key: str, problem: str) -> str:
     unknown = re.search(r"Expected a dot import path string: (\S+)", problem)
     simple = [kind.replace("NoneType", "null") for kind in dict.fromkeys(kinds) if kind != "torch.Tensor"]
     if unknown and simple in ([], ["null"]):
-        return f"{key}: {unknown[1]!r} is no known class; give its whole path, such as ortho_vit.optim.StiefelSGD"
+        example = "ortho_vit.data.CIFAR10" if key.startswith("data") else "ortho_vit.optim.StiefelSGD"
+        return f"{key}: {unknown[1]!r} is no known class; give its whole path, such as {example}"
     if simple and given:
         return f"{key}: expected {' or '.join(simple)}, got {given[1] or given[2]}"
     line = " ".join(problem.split())

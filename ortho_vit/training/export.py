@@ -23,7 +23,7 @@ from ortho_vit.models.card import NAME
 from ortho_vit.models.pretrained import check_weights
 from ortho_vit.training.compose import UsageError, explain
 from ortho_vit.training.module import Classifier
-from ortho_vit.training.report import summary
+from ortho_vit.training.report import named_for, summary
 from ortho_vit.training.run import config_beside, read_config, read_run
 
 PICTURES = 8
@@ -100,8 +100,8 @@ class Export:
             enable_progress_bar=False,
         )  # fmt: skip
         results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
-        tested_on = "val/" if _is_validated_only(self.data) else "test/"
-        accuracy = {k.replace("test/", tested_on): v for k, v in results.items() if "accuracy" in k}
+        results = named_for(self.data, dict(results))
+        accuracy = {name: value for name, value in results.items() if "accuracy" in name}
         pixels, labels = sample(self.data, PICTURES)
         written = save_checkpoint(
             self.model.model,
@@ -171,12 +171,6 @@ def _model(checkpoint: dict[str, Any], path: str) -> Classifier:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"{path}: its weights do not fit the model it describes: {reason}") from error
     return model
-
-
-def _is_validated_only(data: Any) -> bool:
-    """Whether `test` was on the validation pictures, because there are no others."""
-    used = getattr(data, "test_set", None)
-    return used is not None and used is getattr(data, "val_set", None)
 
 
 def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from ortho_vit.models import Checkpoint, create_model, load_checkpoint
+from ortho_vit.models import Checkpoint, create_model, list_models, load_checkpoint
 from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
@@ -83,12 +83,19 @@ class Classifier(L.LightningModule):
     ) -> None:
         super().__init__()
         self._require(
-            num_classes is not None and num_classes >= 2, f"num_classes must be at least 2, got {num_classes}"
+            num_classes is not None,
+            "num_classes is missing; give it, as in num_classes=data.num_classes (train.py takes it from the data)",
+        )
+        assert num_classes is not None
+        self._require(num_classes >= 2, f"num_classes must be at least 2, got {num_classes}")
+        self._require(
+            not isinstance(optimizer, Optimizer),
+            "optimizer must be a class with its arguments, such as partial(StiefelSGD, lr=0.1), not an optimizer "
+            "that has its parameters already",
         )
         self._require(0 <= label_smoothing < 1, f"label_smoothing must be in [0, 1), got {label_smoothing}")
         self._require(0 <= warmup_epochs < math.inf, f"warmup_epochs must be at least 0, got {warmup_epochs}")
         self._require(0 < layer_decay <= 1, f"layer_decay must be in (0, 1], got {layer_decay}")
-        assert num_classes is not None
         own = RESERVED & set(model_kwargs or {})
         self._require(not own, f"model_kwargs must be the model's own, got {', '.join(sorted(own))}")
         recipe, optimizer = _as_plain(optimizer), _as_factory(optimizer)
@@ -357,7 +364,8 @@ def _build(name: str, weights: str | None, **kwargs: Any) -> nn.Module:
     checkpoint = Checkpoint.open(weights) if is_file(weights) else None
     theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
     if theirs != architecture:
-        what = "of another model" if checkpoint else "neither a file nor the name of weights"
+        known = checkpoint or weights in list_models(pretrained=True)
+        what = f"of another model, {theirs!r}" if known else "neither a file nor the name of weights"
         raise ValueError(
             f"weights {weights!r} are {what}; name a .safetensors or .ckpt file of {architecture!r}, "
             f"or one of list_models('{architecture}*', pretrained=True)"

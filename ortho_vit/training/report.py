@@ -176,6 +176,13 @@ def preview(path: Path, rows: int = 10) -> str:
     return _plain(table)
 
 
+def named_for(data: Any, results: dict[str, Any]) -> dict[str, Any]:
+    """The results of `test`, called validation where there were no other pictures to test on."""
+    used = getattr(data, "test_set", None)
+    validated_only = used is not None and used is getattr(data, "val_set", None)
+    return {name.replace("test/", "val/") if validated_only else name: x for name, x in results.items()}
+
+
 def summary(rows: dict[str, str]) -> str:
     """Names and values as a table, plain where the output is no terminal."""
     table = Table(show_header=False)

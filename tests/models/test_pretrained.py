@@ -404,3 +404,23 @@ def test_a_card_reads_back_as_it_was_written(folder):
     card = find_checkpoint(NAME).card
     assert type(card).from_json(card.to_json(), "card") == card
     assert dataclasses.asdict(card)["accuracy"] == {"test/top1": 0.25}
+
+
+@pytest.mark.parametrize("create", [create_model, timm.create_model])
+def test_other_projections_than_the_cards_are_constrained(create):
+    name = "ortho_vit_digits.digits_within_stiefel_sgd"
+    model = create(name, pretrained=True, projections="qkv")
+    assert model.orthogonal["projections"] == "qkv"
+    assert orthogonality_error(model) < 1e-6
+    with pytest.raises(ValueError, match="projections must be one of"):
+        create(name, pretrained=True, projections="zzz")
+
+
+def test_weights_of_a_card_are_preserved_where_that_is_asked_for():
+    name, images = "ortho_vit_digits.digits_within_stiefel_sgd", torch.rand(2, 1, 8, 8)
+    model = create_model(name, pretrained=True, constraint="across", preserve=True).eval()
+    assert model.orthogonal == {"constraint": "across", "projections": "qk", "preserve": True}
+    plain = create_model(name, pretrained=True).eval()
+    torch.testing.assert_close(model(images), plain(images), rtol=1e-4, atol=1e-5)
+    within = create_model(name, pretrained=True, preserve=True)
+    assert within.orthogonal["preserve"]
