@@ -560,8 +560,8 @@ DATA = {
     "a batch that runs code": (cifar(hostile_batch, "python folder"), "data_batch_3 is damaged: .*asks for 'posix.mkdir'"),
     "a batch that is a text": (
         cifar(rewritten("data_batch_1", lambda _: b"text"), "python folder"), "data_batch_1 is damaged: it is not a batch"),
-    "no pictures": (lambda folder: lambda: opened(folder / "gone"), "no class folders in .*gone; put the pictures into one for"),
-    "no classes": (lambda folder: lambda: opened(folder), "no class folders in .*; put the pictures into one for each class"),
+    "no pictures": (lambda folder: lambda: opened(folder / "gone"), "no class folders in .*gone; put the pictures into"),
+    "no classes": (lambda folder: lambda: opened(folder), "no class folders in .*; put the pictures into one for each"),
     "nothing to predict": (predicts_nothing, "no pictures in .*new; put some there"),
     "a class without pictures": (trains(emptied), "the class .'cat'. has no pictures to train on; put some"),
     "one class of pictures": (trains(removed), "has one class only, 'cat'; put a second beside it"),

@@ -28,6 +28,13 @@ class CoredLinear(nn.Linear):
         constrained, rest = self.weight[: n * r], self.weight[n * r :]
         return torch.cat([(self.core @ constrained.view(n, r, -1)).flatten(0, 1), rest])
 
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Turn it into the plain linear layer that computes the same, in place."""
+        self.weight.copy_(self.cored_weight())
+        del self.core
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.cored_weight(), self.bias)
 

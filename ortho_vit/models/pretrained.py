@@ -25,6 +25,7 @@ from timm.models import model_entrypoint
 from torch import Tensor, nn
 
 from ortho_vit.models.card import NAME, Card, CheckpointError
+from ortho_vit.models.core import CoredLinear
 from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
@@ -160,7 +161,10 @@ def load_checkpoint(
 
 
 def _release(model: nn.Module) -> nn.Module:
-    """Make every constrained parameter a free one, its values as they are."""
+    """Make every constrained parameter a free one, its values as they are, and multiply cores into their weights."""
+    for module in model.modules():
+        if isinstance(module, CoredLinear):
+            module.fold()
     for _, parameter in list(stiefel_parameters(model)):
         del parameter.blocks, parameter.rows
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]

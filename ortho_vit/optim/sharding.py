@@ -83,6 +83,9 @@ def exchange(tensors: list[Tensor], bounds: list[list[int]], team: Team) -> Tens
 class Sharded(Optimizer):
     """What an optimizer needs to share its blocks among ranks, in parameter groups with `shard_stiefel`."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_stale": self._stale}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._bounds: dict[StiefelParameter, list[int]] = {}  # where each rank's share of the blocks starts
         self._stale = False  # whether other ranks have state that this one has not
@@ -97,13 +100,16 @@ class Sharded(Optimizer):
         """
         groups = [group for group in self.param_groups if group.get("shard_stiefel")]
         sharded = [p for group in groups for p in group["params"] if isinstance(p, StiefelParameter)]
-        self._bounds = {}
+        bounds: dict[StiefelParameter, list[int]] = {}
         if sharded and self._team is None:
             self._team = team_of(groups[0]["shard_stiefel"])
         if sharded and self.team.ranks > 1:
             shapes = [p.matrices().shape for p in sharded]
             batches = tuple((B, float(min(r, c) ** 2 * max(r, c))) for B, r, c in shapes)
-            self._bounds = dict(zip(sharded, deal(batches, self.team.ranks), strict=True))
+            bounds = dict(zip(sharded, deal(batches, self.team.ranks), strict=True))
+        if self._stale and bounds != self._bounds:  # cut anew, added or removed: blocks change hands
+            self.consolidate_state_dict()
+        self._bounds = bounds
 
     @property
     def team(self) -> Team:
@@ -145,12 +151,13 @@ class Sharded(Optimizer):
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Exchange the state of shared blocks, on every rank, so that `state_dict` is whole.  Lightning calls this."""
-        self.deal_blocks()
         alike: dict[Any, list[tuple[Tensor, list[int]]]] = {}
         for p, bounds in self._bounds.items():
             for key, x in self.state[p].items():
                 if isinstance(x, Tensor):
                     x = blocks_of(p, x) if key == "master" else x
+                    if len(x) != bounds[-1]:  # cut anew since
+                        continue
                     alike.setdefault((key, x.dtype, x.device), []).append((x, bounds))
         for pairs in alike.values():
             exchange([x for x, _ in pairs], [bounds for _, bounds in pairs], self.team)

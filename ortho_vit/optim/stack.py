@@ -49,7 +49,8 @@ class Stack:
         )
         self.layout = self._layout(parts)
         states = [part.state for part in parts]
-        self.state = Joined(states, torch.cat, lambda x: x.chunk(len(parts)))
+        members = len(parts)  # and not `parts` in the lambda, which would keep the gradients
+        self.state = Joined(states, torch.cat, lambda x: x.chunk(members))
         self.free_state = Joined([s["free"] for s in states], torch.stack, torch.unbind)
         self.grads: Tensor | None = None
 
@@ -78,6 +79,7 @@ class Stack:
         grads = [part.grad for part in self.parts]
         dtype = self.parts[0].tensor.dtype
         self.grads = (grads[0] if self.alone else torch.stack(grads)).to(dtype)
+        self.parts = []  # `zero_grad` is to free the gradients
         if not self.free_rows:
             return []
         tensor = self.free_rows[0] if self.alone else torch.stack(self.free_rows)

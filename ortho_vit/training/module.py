@@ -358,6 +358,8 @@ class Classifier(L.LightningModule):
 def _build(name: str, weights: str | None, **kwargs: Any) -> nn.Module:
     if weights is None:
         return create_model(name, **kwargs)
+    kwargs.setdefault("projections", "qk")  # and not the card's: a run is built again without it
+    kwargs.setdefault("preserve", False)
     architecture = name.partition(".")[0]
     if is_file(weights) and not Path(weights).with_suffix(".json").is_file():
         return load_weights(create_model(name, **kwargs), weights)

@@ -424,3 +424,13 @@ def test_weights_of_a_card_are_preserved_where_that_is_asked_for():
     torch.testing.assert_close(model(images), plain(images), rtol=1e-4, atol=1e-5)
     within = create_model(name, pretrained=True, preserve=True)
     assert within.orthogonal["preserve"]
+
+
+def test_the_cores_of_a_card_are_multiplied_in_where_it_is_constrained_otherwise(tmp_path):
+    model = build(preserve=True)
+    save_checkpoint(model, NAME, folder=tmp_path, **ABOUT)
+    freed = create_model(NAME, pretrained=True, checkpoints=tmp_path, constraint=None).eval()
+    assert not any("core" in key for key in freed.state_dict())
+    torch.testing.assert_close(freed(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-5)
+    plain = create_model(NAME, pretrained=True, checkpoints=tmp_path, preserve=False)
+    assert plain.orthogonal == {"constraint": "across", "projections": "qk", "preserve": False}

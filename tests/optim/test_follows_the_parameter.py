@@ -1,6 +1,8 @@
 """A parameter may be cut, written, cast or loaded anew between two steps; the optimizer follows it."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -125,12 +127,78 @@ def test_parameters_that_cannot_be_taken_leave_the_others_and_the_groups_as_they
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", ["StiefelSGD", "ProjectedStiefelSGD"])
-def test_a_narrow_block_that_rounding_does_not_explain_is_put_on_the_manifold(name):
+def test_a_narrow_block_that_rounding_does_not_explain_is_put_on_the_manifold():
     X = StiefelParameter((1.04 * random_stiefel(4, 8)).to(torch.bfloat16))
     with pytest.warns(UserWarning, match="was off the manifold"):
-        getattr(optim, name)([X])
+        optim.StiefelSGD([X])
     assert orthogonality_error(X) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_where_a_method_drifts_its_first_step_takes_out_what_it_finds(dtype):
+    X = StiefelParameter((1.04 * random_stiefel(4, 8)).to(dtype))
+    optimizer = optim.ProjectedStiefelSGD([X], lr=0.0)
+    X.grad = torch.randn_like(X)
+    optimizer.step()
+    assert orthogonality_error(X) < (0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_a_weight_that_was_wide_for_a_while_starts_from_what_it_became():
+    layer = constrain(nn.Linear(16, 8)).to(torch.bfloat16)
+    optimizer = optim.StiefelSGD(layer.parameters(), lr=0.1)
+    train([layer], optimizer, 2)
+    layer.float()
+    train([layer], optimizer, 2)
+    expected = layer.weight.detach().clone()
+    layer.bfloat16()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train([layer], optimizer, 1)
+    torch.testing.assert_close(layer.weight.detach().float(), expected, rtol=0.01, atol=0.01)
+
+
+def test_what_is_written_through_data_counts():
+    free = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = optim.StiefelSGD([free], lr=0.1)
+    free.grad = torch.ones_like(free)
+    optimizer.step()
+    free.data.fill_(5.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(free, torch.full_like(free, 5.0))
+
+
+def test_stacks_of_parameters_that_come_and_go_are_forgotten():
+    layers = [constrain(nn.Linear(16, 8, bias=False)) for _ in range(4)]
+    parameters = [layer.weight for layer in layers]
+    optimizer = optim.StiefelSGD(parameters, lr=0.1, foreach=True)
+    for skipped in (0, 1, 2, 3, 0, 2):
+        for i, p in enumerate(parameters):
+            p.grad = None if i == skipped else torch.randn_like(p)
+        optimizer.step()
+    members = [i for key in optimizer._stacks for i in key]
+    assert len(members) == len(set(members))
+    assert max(map(orthogonality_error, parameters)) < 2e-6
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_are_freed_by_zero_grad(foreach):
+    parameters = [StiefelParameter(random_stiefel(4, 8)) for _ in range(2)]
+    optimizer = optim.StiefelSGD(parameters, lr=0.1, foreach=foreach)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    gradients = [weakref.ref(p.grad) for p in parameters]
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert [gradient() for gradient in gradients] == [None, None]
+
+
+def test_the_state_of_a_constrained_parameter_is_refused_by_a_free_one():
+    layer, free = constrain(nn.Linear(16, 8)), nn.Linear(16, 8)
+    optimizer = optim.StiefelSGD(layer.parameters())
+    train([layer], optimizer, 1)
+    with pytest.raises(ValueError, match="is of other blocks, or of another optimizer"):
+        optim.StiefelSGD(free.parameters()).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("name", ALL)
