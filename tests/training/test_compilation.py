@@ -12,8 +12,10 @@ import lightning as L
 import pytest
 import torch
 from small_run import assert_same_bits, digits, make_classifier, make_trainer
+from timm.models.vision_transformer import Block
 
-from ortho_vit import orthogonality_error, stiefel_parameters
+from ortho_vit import create_model, orthogonality_error, stiefel_parameters
+from ortho_vit.training.compilation import LastBlock, compile_model
 from ortho_vit.training.images import attention_images
 
 
@@ -67,6 +69,38 @@ def test_what_looks_into_it_sees_its_attention(compiled):
     expected = attention_images(model, pictures)
     assert expected is not None
     torch.testing.assert_close(attention_images(compiled[0].model, pictures), expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_last_block_computes_the_class_token_alone_and_the_same(fused):
+    kwargs = {"qkv_bias": True, "qk_norm": True, "init_values": 0.1, "reg_tokens": 2}
+    model = create_model("ortho_vit_digits", depth=2, **kwargs)
+    pictures, record = torch.rand(3, 1, 8, 8), {}
+
+    def gradients(forward):
+        model.zero_grad()
+        logits = forward(pictures)
+        logits.square().sum().backward()
+        return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = gradients(model)
+    LastBlock.convert(model.blocks[-1])
+    model.blocks[-1].attn.fused_attn = fused
+    model.norm.register_forward_hook(lambda *call: record.update(shape=call[-1].shape))
+    found = gradients(torch.compile(model, dynamic=False, backend="aot_eager"))
+    assert record["shape"] == (3, 1, 64)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(model), expected)  # uncompiled
+    assert record["shape"] == (3, 7, 64)
+
+
+@pytest.mark.parametrize("kwargs", [{"global_pool": "avg"}, {"global_pool": "map"}])
+def test_a_classifier_that_reads_all_tokens_gets_them(kwargs, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)
+    model = create_model("ortho_vit_digits", depth=1, **kwargs)
+    compile_model(model, torch.device("cpu"))
+    assert type(model.blocks[-1]) is Block
 
 
 def test_without_a_compiler_it_trains_uncompiled_and_says_so(tmp_path, monkeypatch):
