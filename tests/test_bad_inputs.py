@@ -372,7 +372,18 @@ def signed(change):
     return entry(change_files)
 
 
+def card_for(subcommand, **fields):
+    """An entry of the zoo whose card has other fields, given to a sub-command."""
+
+    def scene(folder):
+        entry(**fields)(folder)
+        return [subcommand, "--weights", f"{NAME}.safetensors"]
+
+    return scene
+
+
 QKV, NORM = "blocks.0.attn.qkv.weight", "norm.weight"
+POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", "ran"]}}
 
 CHECKPOINTS = {
     "a truncated checkpoint": (resumed(lambda _: trained()[:-1000]), "run.ckpt is damaged or no checkpoint at all"),
@@ -397,8 +408,14 @@ CHECKPOINTS = {
         resumed(spoiled(lambda c: c["hyper_parameters"].update(evil=3)), "test"), "is no checkpoint of ours: .*evil"),
     "a hyper-parameter that runs code": (
         resumed(spoiled(lambda c: c["hyper_parameters"].update(
-            optimizer={"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", "ran"]}})), "test"),
+            optimizer=POPEN)), "test"),
         "run.ckpt is no checkpoint of ours: .*subprocess.Popen"),
+    "a model's argument that runs code": (
+        resumed(spoiled(lambda c: c["hyper_parameters"].update(model_kwargs={"act_layer": POPEN})), "test"),
+        "run.ckpt is refused: among the model's arguments it names 'subprocess.Popen'"),
+    "a card that runs code": (
+        card_for("test", arguments={"depth": [{"deep": POPEN}]}),
+        "the card of .* is refused: among the model's arguments it names 'subprocess.Popen'"),
     "a state that is none": (started(spoiled(lambda c: c.update(state_dict=None))), "has no weights of a classifier in"),
     "a run of another model": (
         resumed(lambda _: trained(), "--model.name", "ortho_vit_nano"), "name was ortho_vit_digits, now ortho_vit_nano"),

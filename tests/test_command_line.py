@@ -16,6 +16,7 @@ import torch
 import yaml
 from PIL import Image
 
+from ortho_vit.training import Classifier
 from ortho_vit.training.cli import main
 
 pytestmark = [
@@ -153,6 +154,33 @@ def test_predict_writes_one_line_for_each_picture(run, capsys):
         "is there already; nothing was overwritten",
         capsys,
     )
+
+
+def test_predictions_are_there_when_they_are_whole(run, monkeypatch, capsys):
+    checkpoint = ["--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    arguments = ["predict", "--config", str(run / "config.yaml"), *checkpoint]
+
+    def fail(self, batch, batch_idx):
+        if batch_idx:
+            raise OSError("the disk is full")
+        return predict_step(self, batch, batch_idx)
+
+    predict_step = Classifier.predict_step
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "predict_step", fail)
+        fails(arguments, 1, "the disk is full", capsys)
+    assert not Path("predictions.csv").exists()
+    assert main(arguments) == 0
+    assert len(Path("predictions.csv").read_text().splitlines()) == 193
+    assert not list(Path().glob(".*partial"))
+
+
+def test_a_run_that_was_not_compiled_may_go_on_compiled(run, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("ortho_vit.training.module.compile_model", lambda *args: compiled.append(args))
+    resumed = ["--config", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    assert main([*resumed, "--model.compile", "true", "--trainer.max_epochs", "3"]) == 0
+    assert len(compiled) == 1
 
 
 def test_a_finished_run_is_continued_in_its_folder(run):

@@ -115,10 +115,15 @@ class WeightAveraging(EMAWeightAveraging):
         self._current: list[Tensor] = []  # the weights, while the average is validated in their place
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        assert self._average_model is not None
+        if trainer.global_step <= (self.update_starting_at_step or 0):
+            self._average_model.n_averaged.zero_()  # of none so far: the next update takes the weights as they are
+            self._average_model.update_parameters(pl_module)
+            self._average_model.n_averaged.zero_()
+            return
         before = self._latest_update_step
         super().on_train_batch_end(trainer, pl_module, *args)
         if self._latest_update_step != before:
-            assert self._average_model is not None
             put_on_manifold(self._average_model.module)
 
     # Lightning's callback swaps and restores whatever the trainer runs, so that after `fit` the same trainer would test
@@ -182,8 +187,24 @@ class PredictionWriter(Callback):
         target.parent.mkdir(parents=True, exist_ok=True)
         self._classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
         self.target, self.count = target, 0
-        with open(target, "x", newline="") as file:
+        with open(self._partial, "w", newline="") as file:
             csv.writer(file).writerow(["file", "class", "probability"])
+
+    @property
+    def _partial(self) -> Path:
+        """What is written until it is whole."""
+        assert self.target is not None
+        return self.target.with_name(f".{self.target.name}.partial")
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.target is not None
+        self._partial.replace(self.target)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        if self.target is not None:
+            self._partial.unlink(missing_ok=True)
 
     def on_predict_batch_end(
         self,
@@ -194,9 +215,8 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        assert self.target is not None
         names, labels, probabilities = outputs
-        with open(self.target, "a", newline="") as file:
+        with open(self._partial, "a", newline="") as file:
             writer = csv.writer(file)
             for name, label, probability in zip(names, labels.tolist(), probabilities.tolist(), strict=True):
                 writer.writerow(

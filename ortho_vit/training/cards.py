@@ -12,7 +12,7 @@ import yaml
 
 from ortho_vit.data.picture import EVAL_SHARE
 from ortho_vit.models import Card, Checkpoint, CheckpointError, find_checkpoint
-from ortho_vit.training.compose import UsageError, take_option
+from ortho_vit.training.compose import UsageError, refuse_classes, take_option
 from ortho_vit.training.weights import is_file
 
 UNUSED = {"class_path": "ortho_vit.optim.StiefelSGD", "init_args": {"lr": 0.0}}  # evaluation takes no step
@@ -42,6 +42,7 @@ def expand_card(arguments: list[str], subcommand: str) -> list[str]:
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     card = checkpoint.card
+    refuse_classes(card.arguments, f"weights: the card of {card.name}")
     arguments = card.arguments | {"projections": card.projections, "preserve": card.preserve}
     return {
         "name": card.architecture,

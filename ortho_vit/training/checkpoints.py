@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ortho_vit.optim.base import all_finite
 from ortho_vit.training.weights import read_checkpoint
@@ -109,47 +110,62 @@ class Checkpoints(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loop = trainer.fit_loop.epoch_loop
-        if (
-            self.every_n_steps is None
-            or trainer.global_step % self.every_n_steps
-            or loop._should_accumulate()
-        ):
+        due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
+        if not (due or trainer.should_stop) or loop._should_accumulate():
             return
         if not (loop.batch_progress.is_last_batch or self._validation_is_due(trainer)):
             self._save(trainer, improved=False)
 
     @staticmethod
     def _validation_is_due(trainer: L.Trainer) -> bool:
-        """Whether validation follows this batch: Lightning would leave it out when resumed from here."""
-        loop = trainer.fit_loop.epoch_loop
-        return loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+        """Whether validation belongs after this batch: Lightning would leave it out when resumed from here.
+
+        One that comes only because the run is stopped does not: without the stop there would be none.
+        """
+        stop, trainer.should_stop = trainer.should_stop, False
+        try:
+            loop = trainer.fit_loop.epoch_loop
+            return loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+        finally:
+            trainer.should_stop = stop
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validated = not trainer.sanity_checking
+        """Amid an epoch the weights are saved as they were measured; at its end together with the epoch."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._validated = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self._validated:
+            return
+        if self._improves(trainer) and self.folder is not None:
+            self._require_finite(trainer)
+            trainer.save_checkpoint(self.folder / "best.ckpt")
+        if trainer.should_stop:
+            self._save(trainer, improved=False)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        score = trainer.callback_metrics.get(self.monitor) if self._validated else None
-        missing = self._validated and score is None
-        self._validated = False
-        improved = score is not None and self._is_better(score.item())
-        if improved:
-            assert score is not None
-            self.best_score = score.item()
-        self._save(trainer, improved)
+        if trainer.should_stop and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return  # stopped amid it, and saved there: to resume as if it were over would leave out the rest
+        validated, self._validated = self._validated, False
+        missing = validated and self.monitor not in trainer.callback_metrics
+        self._save(trainer, improved=validated and not missing and self._improves(trainer))
         if missing:
+            self._improves(trainer)
+
+    def _improves(self, trainer: L.Trainer) -> bool:
+        """Whether what was just measured is the best so far, of equals the later; it is from now on."""
+        if self.monitor not in trainer.callback_metrics:
             have = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"Checkpoints: monitor {self.monitor!r} is not measured; there are {have}")
-
-    def _is_better(self, score: float) -> bool:
-        if self.best_score is None:
-            return score == score
-        return (
-            score >= self.best_score if self.mode == "max" else score <= self.best_score
-        )  # of equals the later
+        score = trainer.callback_metrics[self.monitor].item()
+        best = score if self.best_score is None else self.best_score
+        improved = score >= best if self.mode == "max" else score <= best  # never where it is no number
+        if improved:
+            self.best_score = score
+        return improved
 
     def _save(self, trainer: L.Trainer, improved: bool) -> None:
         """The better one first: killed in between, a run resumes from the older `last.ckpt` and comes here again."""
-        if self.folder is None or trainer.global_step == self._saved_step:
+        if self.folder is None or (trainer.global_step == self._saved_step and not improved):
             return
         self._require_finite(trainer)
         self._saved_step = trainer.global_step

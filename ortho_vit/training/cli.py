@@ -23,14 +23,19 @@ from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.callbacks import OrthogonalityMonitor, PredictionWriter
 from ortho_vit.training.cards import expand_card
 from ortho_vit.training.checkpoints import Checkpoints, is_trial
-from ortho_vit.training.compose import UsageError, config_files, expand, explain
+from ortho_vit.training.compose import UsageError, config_files, expand, explain, refuse_classes
 from ortho_vit.training.export import Export
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.module import Classifier
 from ortho_vit.training.report import History, describe, named_for, preview, progress_bar, summary
 from ortho_vit.training.run import read_run
 
-MAY_CHANGE = ("weights", "skip_nonfinite", "optimizer.init_args.shard_stiefel")  # in a run that is resumed
+MAY_CHANGE = (
+    "weights",
+    "skip_nonfinite",
+    "compile",
+    "optimizer.init_args.shard_stiefel",
+)  # in a run that is resumed
 SUBCOMMANDS = ("fit", "validate", "test", "predict", "export")
 
 HELP = """\
@@ -172,6 +177,7 @@ class CommandLine(LightningCLI):
 
     def _take_over(self, subcommand: str, stored: dict[str, Any], path: str) -> None:
         """The model of a checkpoint: to resume it must be the configuration's; otherwise it replaces it."""
+        refuse_classes(stored.get("model_kwargs"), path)
         config = self.config[subcommand]
         if subcommand == "fit":
             ours = yaml.safe_load(
@@ -188,7 +194,11 @@ class CommandLine(LightningCLI):
                     f"start a new run from its weights with --model.weights {path}"
                 )
             _carry_over(ours, stored)
-        free = {"weights": None, "skip_nonfinite": config.model.skip_nonfinite}
+        free = {
+            "weights": None,
+            "skip_nonfinite": config.model.skip_nonfinite,
+            "compile": config.model.compile,
+        }
         values = {subcommand: {"model": stored | free}}
         try:
             self.config = self.parser.parse_object(values, self.config)

@@ -1,7 +1,6 @@
 """The model compiled by `torch.compile`, in place: its names, its hooks and its checkpoints stay what they are."""
 
 import warnings
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -49,9 +48,9 @@ class LastBlock(Block):
         if type(block) is Block and type(block.attn) is Attention and type(block.attn.qkv) is nn.Linear:
             block.__class__ = cls
 
-    def forward(self, x: Tensor, **mask: Any) -> Tensor:
-        if mask or not torch.compiler.is_compiling():
-            return super().forward(x, **mask)
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal or not torch.compiler.is_compiling():
+            return super().forward(x, attn_mask, is_causal)
         x = x[:, :1] + self.drop_path1(self.ls1(self._attend(self.norm1(x))))  # B, 1, d
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 

@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -196,6 +197,15 @@ def _unknown_part(key: str, options: list[str]) -> str:
         ):
             return ".".join(parts[:n])
     return key
+
+
+def refuse_classes(value: Any, source: str) -> None:
+    """Raise UsageError where plain values that came with weights name a class: a parser would build it."""
+    nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if isinstance(value, dict) and "class_path" in value:
+        raise UsageError(f"{source} is refused: among the model's arguments it names {value['class_path']!r}")
+    for item in nested:
+        refuse_classes(item, source)
 
 
 def _did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:

@@ -7,6 +7,7 @@ The weights are those that `test` would use, averaged ones where the run average
 """
 
 import argparse
+import importlib
 import inspect
 import shlex
 from collections.abc import Iterable
@@ -86,6 +87,10 @@ class Export:
         if self.options.root:
             arguments["root"] = self.options.root
         try:
+            module, _, name = described["class_path"].rpartition(".")
+            cls = getattr(importlib.import_module(module), name)
+            if not (isinstance(cls, type) and issubclass(cls, L.LightningDataModule)):
+                raise TypeError(f"{described['class_path']} is not a data module")
             data = instantiate_class((), described | {"init_args": arguments})
         except (ImportError, AttributeError, TypeError) as error:
             raise UsageError(f"{self.config_path}: data: {error}") from error
@@ -140,8 +145,8 @@ class Export:
         if Path(str(arguments.get("root", ""))).is_absolute():
             del arguments["root"]  # a place on one machine
         model = {k: v for k, v in self.hparams.items() if k not in ON_THE_CARD and v is not None}
-        if "weights" in model:
-            model["weights"] = Path(model["weights"]).name
+        if start := (self.config.get("model") or {}).get("weights"):  # which a resumed run has no more
+            model["weights"] = Path(start).name
         return {
             "seed_everything": self.config.get("seed_everything"),
             "model": model,

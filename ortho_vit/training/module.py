@@ -37,7 +37,14 @@ from ortho_vit.training.compilation import compile_model
 from ortho_vit.training.means import Mean, restore, state_of
 from ortho_vit.training.nonfinite import FiniteSteps, Seen
 from ortho_vit.training.schedule import warmup_cosine
-from ortho_vit.training.weights import check_finite, check_manifold, is_file, keeps_manifold, load_weights
+from ortho_vit.training.weights import (
+    check_finite,
+    check_manifold,
+    is_file,
+    is_head,
+    keeps_manifold,
+    load_weights,
+)
 
 RESERVED = {"constraint", "num_classes", "pretrained", "pretrained_cfg", "checkpoint_path", "checkpoints"}
 SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
@@ -225,8 +232,10 @@ class Classifier(L.LightningModule):
     def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> None:
         images, labels = batch
         logits = self._logits(images)
-        metrics.update(logits, labels)
-        self.log(loss_name, F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
+        if len(labels):  # a rank may have none left, and has its part in the mean nevertheless
+            metrics.update(logits, labels)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
+        self.log(loss_name, loss, batch_size=len(labels), sync_dist=True)
         self.log_dict(dict(metrics.items()), batch_size=len(labels))
 
     def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor, Tensor]:
@@ -266,7 +275,7 @@ class Classifier(L.LightningModule):
         if first == "blocks":
             above = depth - int(rest.split(".")[0])
         else:
-            above = 0 if first in ("norm", "fc_norm", "head", "head_drop") else depth + 1
+            above = 0 if first in ("norm", "fc_norm", "attn_pool") or is_head(first) else depth + 1
         return self.layer_decay**above
 
     def configure_optimizers(self) -> Any:
@@ -395,6 +404,8 @@ def _as_factory(optimizer: Any) -> OptimizerFactory:
         return optimizer
     module, _, name = optimizer["class_path"].rpartition(".")
     cls = getattr(__import__(module, fromlist=[name]), name)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):  # it may come from a file
+        raise ValueError(f"Classifier: {optimizer['class_path']} is not an optimizer")
     return partial(cls, **optimizer.get("init_args", {}))
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpoints import is_trial
+from ortho_vit.training.report import learning_rate
 
 DIVERGED = re.compile("not finite|overflowed|left the manifold")  # or a FloatingPointError
 _PROGRESS_SECONDS = 2.0
@@ -70,7 +71,7 @@ class Recorder(Callback):
             "train_accuracy": finite_or_none(metrics.get("train/accuracy")),
             **evaluate(trainer, pl_module),
             "orthogonality": _orthogonality(pl_module),
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": learning_rate(trainer),
             "seconds": round(self.seconds, 2),
         }
         self.curve.append(point)

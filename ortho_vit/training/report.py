@@ -39,7 +39,7 @@ class History(Callback):
         if not self._validated:  # those of an earlier epoch
             metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
         self._validated = False
-        metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        metrics["lr"] = learning_rate(trainer)
         row = {"epoch": trainer.current_epoch, "step": trainer.global_step} | metrics
         self.rows = [*(r for r in self.rows if r["epoch"] < row["epoch"]), row]
 
@@ -107,7 +107,7 @@ class EpochLines(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._enabled, self._started = True, 0.0
+        self._enabled, self._started, self._validated = True, 0.0, False
 
     def disable(self) -> None:
         self._enabled = False
@@ -136,10 +136,19 @@ class EpochLines(ProgressBar):
             ("val accuracy", "val/accuracy", ".2%"),
             ("orthogonality", "orthogonality", ".1e"),
         ):
-            if name in metrics:
+            if name in metrics and (self._validated or not name.startswith("val/")):
                 parts.append(f"{label} {float(metrics[name]):{form}}")
-        parts.append(f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}")
+        parts.append(f"lr {learning_rate(trainer):.3g}")
+        self._validated = False
         self.print("  ".join(parts) + f"  {time.monotonic() - self._started:.1f} s")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated = not trainer.sanity_checking
+
+
+def learning_rate(trainer: L.Trainer) -> float:
+    """That of the layers which learn fastest; `layer_decay` gives others less."""
+    return max(float(group["lr"]) for group in trainer.optimizers[0].param_groups)
 
 
 def progress_bar() -> ProgressBar:

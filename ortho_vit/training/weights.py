@@ -83,6 +83,11 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return content, run
 
 
+def is_head(name: str) -> bool:
+    """Whether a parameter belongs to the classifier, of which distilled models have two."""
+    return name.partition(".")[0] in ("head", "head_dist", "head_drop")
+
+
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     """Load the weights of a file into a model of the same architecture; a head of other classes is left as it is."""
     weights, run = read_weights(path)
@@ -95,9 +100,7 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
                 f"{path} is of another architecture: it cannot be resampled ({reason})"
             ) from error
     ours = model.state_dict()
-    head = {
-        k for k in ours if k.split(".")[0] == "head" and k in weights and weights[k].shape != ours[k].shape
-    }
+    head = {k for k in ours if is_head(k) and k in weights and weights[k].shape != ours[k].shape}
     weights = {key: value for key, value in weights.items() if key not in head}
     missing, unexpected = sorted(ours.keys() - weights.keys() - head), sorted(weights.keys() - ours.keys())
     other = [k for k in ours if k in weights and weights[k].shape != ours[k].shape]

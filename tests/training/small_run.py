@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from ortho_vit.data import CIFAR10, Digits
@@ -40,7 +41,7 @@ def make_trainer(
     return L.Trainer(
         default_root_dir=folder,
         callbacks=[monitor, History(), *callbacks, checkpoints],
-        enable_progress_bar=False,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
         **arguments | kwargs,
     )

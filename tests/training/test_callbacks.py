@@ -1,5 +1,6 @@
 import copy
 from functools import partial
+from itertools import pairwise
 
 import lightning as L
 import pytest
@@ -14,7 +15,7 @@ from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonito
 from ortho_vit.training.callbacks import momentum_tangency
 from ortho_vit.training.checkpoints import AtomicCheckpointIO
 from ortho_vit.training.images import attention_images, gram_image
-from ortho_vit.training.report import describe
+from ortho_vit.training.report import EpochLines, describe
 
 # ------------------------------------------------------------------------------------------- orthogonality
 
@@ -163,6 +164,22 @@ def test_the_average_is_on_the_manifold_when_validated_saved_and_tested(tmp_path
     assert torch.equal(model.model.head.weight, saved["state_dict"]["model.head.weight"])
 
 
+def test_before_its_first_update_the_average_follows_the_weights(tmp_path):
+    averaging, seen = WeightAveraging(decay=0.5, start_step=3), []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            average, weights = averaging._average_model.module.model.head.weight, pl_module.model.head.weight
+            seen.append((average.detach().clone(), weights.detach().clone()))
+
+    trainer = make_trainer(tmp_path, averaging, Watch(), max_epochs=2)
+    trainer.fit(make_classifier(), datamodule=digits())
+    for average, weights in seen[:4]:  # the first update takes them too
+        assert torch.equal(average, weights)
+    for (before, _), (average, weights) in pairwise(seen[3:]):
+        torch.testing.assert_close(average, (before + weights) / 2)
+
+
 # --------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -194,6 +211,21 @@ def test_best_is_the_epoch_with_the_best_score(tmp_path):
         assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
+def test_best_is_as_it_was_measured_amid_an_epoch(tmp_path):
+    scores = iter([0.3, 0.9, 0.5, 0.4])
+
+    class Score(L.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            pl_module.log("score", next(scores))
+
+    trainer = make_trainer(tmp_path, Score(), limit_train_batches=4, val_check_interval=1, max_epochs=1)
+    trainer.callbacks[-1] = Checkpoints(monitor="score")
+    trainer.fit(make_classifier(), datamodule=digits())
+    best, last = (torch.load(tmp_path / f"checkpoints/{n}.ckpt", weights_only=True) for n in ("best", "last"))
+    assert (best["global_step"], last["global_step"]) == (2, 4)
+    assert trainer.callbacks[-1].best_score == pytest.approx(0.9)
+
+
 def test_a_score_that_nobody_measures_is_named_and_the_epoch_kept(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=2, limit_train_batches=1)
     trainer.callbacks[-1] = Checkpoints(monitor="val/acuracy")
@@ -209,6 +241,16 @@ def test_without_validation_there_is_no_best(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- what a run says
+
+
+def test_a_line_an_epoch_has_the_rate_of_the_head_and_no_old_score(tmp_path, capsys):
+    model = make_classifier(partial(optim.StiefelSGD, lr=0.1), layer_decay=0.5)
+    kwargs = {"check_val_every_n_epoch": 2, "limit_train_batches": 1, "max_epochs": 3}
+    trainer = make_trainer(tmp_path, EpochLines(), **kwargs)
+    trainer.fit(model, datamodule=digits())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert ["val accuracy" in line for line in lines] == [False, True, False]
+    assert " lr 0.001 " in lines[-1]  # a hundredth of 0.1, where the schedule ends
 
 
 def test_blocks_are_counted_by_shape():

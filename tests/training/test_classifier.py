@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from small_run import digits, make_classifier, make_trainer
+from torch.utils.data import DataLoader
 
 from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.data import CIFAR100
@@ -28,6 +29,13 @@ def test_an_optimizer_that_would_ignore_the_constraint_is_refused():
         ValueError, match=r"AdamW would ignore the constraint; use an optimizer of ortho_vit\.optim"
     ):
         make_classifier(partial(torch.optim.AdamW, lr=1e-3))
+
+
+def test_a_class_that_is_no_optimizer_is_not_called(tmp_path):
+    described = {"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", str(tmp_path / "ran")]}}
+    with pytest.raises(ValueError, match=r"subprocess\.Popen is not an optimizer"):
+        make_classifier(described)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_any_torch_optimizer_trains_without_a_constraint(tmp_path):
@@ -96,6 +104,18 @@ def test_the_learning_rate_follows_the_schedule_and_stiefel_lr_with_it(tmp_path)
 def test_an_endless_run_has_no_schedule(tmp_path):
     with pytest.raises(ValueError, match=r"set trainer\.max_epochs or trainer\.max_steps"):
         make_trainer(tmp_path, max_epochs=-1).fit(make_classifier(), datamodule=digits())
+
+
+def test_a_process_that_has_no_pictures_left_adds_nothing_to_the_score(tmp_path):
+    torch.manual_seed(0)
+    batch = torch.rand(5, 1, 8, 8), torch.arange(5)
+    none = batch[0][:0], batch[1][:0]
+    model, trainer = make_classifier(), make_trainer(tmp_path)
+    alone, both = (
+        trainer.validate(model, DataLoader(batches, batch_size=None), verbose=False)[0]
+        for batches in ([batch], [batch, none])
+    )
+    assert both == pytest.approx(alone)
 
 
 def test_layer_decay_slows_what_is_further_from_the_head():

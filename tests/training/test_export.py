@@ -151,6 +151,15 @@ def test_averaged_weights_are_exported_where_the_run_averaged(folder):
     assert not torch.equal(exported.head.weight, current["model.head.weight"])
 
 
+def test_the_card_names_the_weights_that_a_run_started_from(folder):
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    config["model"]["weights"] = "/on/one/machine/start.safetensors"
+    Path("run/config.yaml").write_text(yaml.safe_dump(config))
+    assert export(folder, "--name", "tuned") == 0
+    card = Checkpoint.open("zoo/ortho_vit_digits.tuned.json").card
+    assert card.recipe["model"]["weights"] == "start.safetensors"
+
+
 def test_a_full_name_another_licence_and_overwriting(folder, capsys):
     assert export(folder, "--name", NAME, "--overwrite", "true", "--licence", "CC0-1.0") == 0
     output = capsys.readouterr().out
@@ -197,6 +206,7 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
         ("--ckpt_path RUN --name x --config gone.yaml", 2, "no configuration gone.yaml"),
         ("--ckpt_path RUN --name x --config nodata.yaml", 2, "nodata.yaml names no data"),
         ("--ckpt_path RUN --name x --config noclass.yaml", 2, "noclass.yaml: data: "),
+        ("--ckpt_path RUN --name x --config code.yaml", 2, "code.yaml: data: subprocess.Popen is not a data module"),
         ("--ckpt_path RUN --name x --config cifar.yaml", 1, "CIFAR10: nothing found in"),
         ("--ckpt_path RUN --name x --config cifar100.yaml", 2, "num_classes is 10, but CIFAR100 has 100 classes"),
     ],
@@ -204,6 +214,7 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
 def test_what_cannot_be_exported_is_refused_in_one_line(folder, capsys, options, code, message):
     Path("nodata.yaml").write_text("model: {}")
     Path("noclass.yaml").write_text("data: {class_path: ortho_vit.data.Digit}")
+    Path("code.yaml").write_text("data: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}")
     Path("cifar.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR10, init_args: {root: gone}}")
     Path("cifar100.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR100}")
     arguments = options.replace("RUN", "run/checkpoints/last.ckpt").split()

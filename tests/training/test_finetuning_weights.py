@@ -1,4 +1,5 @@
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +7,8 @@ from safetensors.torch import save_file
 from small_run import digits, make_classifier, make_trainer
 
 from ortho_vit import orthogonality_error
+from ortho_vit.optim import StiefelSGD
+from ortho_vit.training import Classifier
 
 
 @pytest.fixture
@@ -37,6 +40,23 @@ def test_a_head_of_other_classes_is_left_out(trained):
     other = make_classifier(weights=str(path), num_classes=3).model
     assert other.head.weight.shape[0] == 3
     assert equal(other.state_dict(), model.model.state_dict(), but=["head"])
+
+
+def test_both_heads_of_a_distilled_model_are_left_out_and_learn_fastest(tmp_path):
+    def build(num_classes, **kwargs):
+        size = {"img_size": 32, "depth": 1}
+        optimizer = partial(StiefelSGD, lr=0.1)
+        name = "deit_tiny_distilled_patch16_224"
+        return Classifier(name, optimizer, num_classes=num_classes, model_kwargs=size, **kwargs)
+
+    save_file(build(10).model.state_dict(), tmp_path / "w.safetensors")
+    other = build(3, weights=str(tmp_path / "w.safetensors"), layer_decay=0.5)
+    assert other.model.head_dist.weight.shape[0] == 3
+    rates = {
+        name: group["lr"] for group in other.make_optimizer().param_groups for name in group["param_names"]
+    }
+    assert rates["head.weight"] == rates["head_dist.weight"] == pytest.approx(0.1)
+    assert rates["blocks.0.norm1.weight"] == pytest.approx(0.05)
 
 
 def test_patches_positions_and_channels_are_resampled(trained):

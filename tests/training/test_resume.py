@@ -35,7 +35,30 @@ class KeepAll(Checkpoints):
             shutil.copy(self.last_path, kept / f"{len(list(kept.iterdir()))}.ckpt")
 
 
-def run(folder, optimizer, *, resume=None, ema=False, bad=(), data=(), model=None, kwargs=None, **trainer):
+class StopAfter(L.Callback):
+    """Stops the run after a step, as Lightning's `Timer` does when the time is up."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = trainer.global_step == self.step
+
+
+def run(
+    folder,
+    optimizer,
+    *,
+    resume=None,
+    stop=0,
+    every_n_steps=1,
+    ema=False,
+    bad=(),
+    data=(),
+    model=None,
+    kwargs=None,
+    **trainer,
+):
     torch.manual_seed(random.randrange(10**6))  # as another process would start
     model = make_classifier(
         optimizer,
@@ -44,7 +67,8 @@ def run(folder, optimizer, *, resume=None, ema=False, bad=(), data=(), model=Non
         **(model or {}),
     )
     data = dict(data)
-    callbacks = [OrthogonalityMonitor(every_n_steps=2, threshold=None), History(), KeepAll(every_n_steps=1)]
+    callbacks = [OrthogonalityMonitor(every_n_steps=2, threshold=None), StopAfter(stop), History()]
+    callbacks += [KeepAll(every_n_steps=every_n_steps)]
     if trainer.get("precision") == "16-mixed":  # for which the trainer takes bf16-mixed on a CPU
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
         trainer = {"plugins": [MixedPrecision(trainer.pop("precision"), "cpu", scaler)]} | trainer
@@ -100,6 +124,16 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, optimizer, options):
     for path in chosen:
         resumed = run(tmp_path / path.stem, optimizer, resume=path, **options)
         assert_same_bits(whole, resumed, f"resumed from {path.name} of {len(kept)}")
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"data": {"val_size": 0}}])
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, step, options):
+    whole = run(tmp_path / "whole", SGD, every_n_steps=None, **options)
+    run(tmp_path / "stopped", SGD, every_n_steps=None, stop=step, **options)
+    last = tmp_path / "stopped/checkpoints/last.ckpt"
+    resumed = run(tmp_path / "resumed", SGD, every_n_steps=None, resume=last, **options)
+    assert_same_bits(whole, resumed)
 
 
 @pytest.mark.slow
