@@ -189,6 +189,18 @@ def test_a_finding_says_which_runs_diverged():
     assert cells[1:4] == ["SGD, none", "-2.50 ± 0.71", "2 of 2; the first diverged 1 ×"]
 
 
+def test_a_finding_counts_what_is_as_the_paper_says_and_what_is_not():
+    runs = [entry("within_stiefel_sgd", seed, 10.0 + 0.01 * seed) for seed in range(3)]
+    runs += [entry("across_stiefel_sgd", seed, 11.0) for seed in range(3)]
+    runs += [entry("none_sgd", 0, 9.0)]
+    first = tables.FINDINGS[0]
+    assert tables.tally(made(*runs), first) == (
+        "1 of 3 pairs are ordered as the paper says, 1 of them with p < 0.05; "
+        "2 the other way round, 0 of them with p < 0.05."
+    )
+    assert tables.tally(made(), first) == "No pair is finished yet."
+
+
 def test_a_diverged_run_has_no_part_in_the_curves():
     result = made(entry("none_sgd", 0, 20.0), entry("none_sgd", 1, None))
     result.series = {f"none_sgd {seed}": {"epoch": [1.0], "train_loss": [2.0 + seed]} for seed in (0, 1)}

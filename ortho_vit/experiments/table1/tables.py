@@ -108,7 +108,7 @@ def blocks(result: Result, folder: str) -> dict[str, str]:
         "learning-rate": "\n\n".join(part for part in rates if part),
         "two-rates": rows_table(result, GROUPS["two-rates"]),
         "projections": projections_table(result),
-        **{finding.name: finding_table(result, finding) for finding in FINDINGS},
+        **{f.name: f"{finding_table(result, f)}\n\n{tally(result, f)}" for f in FINDINGS},
     }
 
 
@@ -185,6 +185,23 @@ def finding_table(result: Result, finding: Finding) -> str:
             ]
         )
     return _markdown(lines)
+
+
+def tally(result: Result, finding: Finding) -> str:
+    """How many pairs are ordered as the paper says, and how many the other way round."""
+    pairs = [paired for a, b in finding.pairs if (paired := difference(result, a, b)).n]
+    if not pairs:
+        return "No pair is finished yet."
+    expected = [paired for paired in pairs if (paired.mean or 0.0) < 0]
+    other = [paired for paired in pairs if (paired.mean or 0.0) > 0]
+    return (
+        f"{len(expected)} of {len(pairs)} pairs are ordered as the paper says, {_clear(expected)} of them with p < 0.05; "
+        f"{len(other)} the other way round, {_clear(other)} of them with p < 0.05."
+    )
+
+
+def _clear(pairs: Sequence[Difference]) -> int:
+    return sum(paired.p is not None and paired.p < 0.05 for paired in pairs)
 
 
 def learning_rate_table(result: Result) -> str:
