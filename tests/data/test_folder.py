@@ -236,7 +236,8 @@ def test_missing_pictures_are_answered_with_where_to_put_them(tmp_path, stage):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
         message = one_line(FileNotFoundError, lambda name=name: opened(tmp_path / name, stage))
-        assert f"no pictures in {tmp_path / name}; put" in message
+        missing = "class folders" if stage == "fit" else "pictures"
+        assert f"no {missing} in {tmp_path / name}; put" in message
 
 
 def test_a_test_folder_without_a_train_folder_is_refused(tmp_path):

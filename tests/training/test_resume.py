@@ -50,7 +50,7 @@ def run(
     optimizer,
     *,
     resume=None,
-    stop=0,
+    stop=None,
     every_n_steps=1,
     ema=False,
     bad=(),
