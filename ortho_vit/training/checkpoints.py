@@ -149,7 +149,7 @@ class Checkpoints(Checkpoint):
         missing = validated and self.monitor not in trainer.callback_metrics
         self._save(trainer, improved=validated and not missing and self._improves(trainer))
         if missing:
-            self._improves(trainer)
+            self._improves(trainer)  # raises, now that the epoch is saved
 
     def _improves(self, trainer: L.Trainer) -> bool:
         """Whether what was just measured is the best so far, of equals the later; it is from now on."""

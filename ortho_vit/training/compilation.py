@@ -36,8 +36,8 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 class LastBlock(Block):
     """timm's block; compiled, it returns the class token alone, and does not compute the others.
 
-    The classifier reads no other, so logits and gradients are the same; a step of four blocks takes a fifth less time.
-    Called uncompiled, it is timm's.
+    The classifier reads no other, so logits and gradients are the same; of the block's products only those of keys and
+    values remain.  Called uncompiled, it is timm's.
     """
 
     attn: Attention
