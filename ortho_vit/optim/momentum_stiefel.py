@@ -77,10 +77,11 @@ def sgd_step(
     Z.mul_(momentum).add_(K - Kt, alpha=half)
     # U½ = H − KᵀX is never formed.  H Hᵀ − KᵀK is its Gram matrix, and its part in X goes with the factors of X; so
     # what rounding had left of X Uᵀ is projected out as well.
-    S = torch.baddbmm(symmetric_matmul(H, Ht), Kt, K, alpha=-1)
+    S = gram(H, Kt)
     size = torch.linalg.matrix_norm(S).sqrt()
     far, lost = look_ahead(size, lr, size, K)
-    Y, H, Kt, S, W = in_double(far, X, H, Kt, S, lr * Z)
+    Y, H, Kt, W = in_double(far, X, H, Kt, lr * Z)
+    S = gram(H, Kt) if far else S  # for its small eigenvalues, which η² makes large
     factors = small_factors(W, lr**2 * S, Y, flow)
     T = None if far else scratch
     D = plus_one_T(factors.E, S)
@@ -92,6 +93,10 @@ def sgd_step(
     T = torch.baddbmm(H, torch.add(factors.A, D, alpha=lr**2), Y, beta=lr, out=T)
     if flow.integrator == "paper":
         T.baddbmm_(factors.B, H, alpha=lr)
+    elif far:  # where even float64 has lost I beside η²S, the momentum's size at least stays what it was
+        before = S.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
+        after = torch.linalg.matrix_norm(H)
+        H.mul_(torch.where(after > before, before / after, 1.0)[..., None, None])
     close(X, Y.add_(T), U, H, factors.rough, lost)
 
 
@@ -130,10 +135,11 @@ def adam_step(
     # Ũ = V − LX is never formed: its Gram matrix is V Vᵀ − L Lᵀ, and its part in X goes with the factors of X.
     V = rescaled(U, q, out=g)
     L, T = torch.bmm(V, X.mT), torch.bmm(U, V.mT)  # U½ Ũᵀ = U½ Vᵀ, because U½ Xᵀ = 0
-    S = torch.baddbmm(symmetric_matmul(V, V.mT), L, L.mT, alpha=-1)
+    S = gram(V, L)
     size = torch.linalg.matrix_norm(U)
     far, lost = look_ahead(torch.linalg.matrix_norm(S).sqrt(), lr, size, K)
-    Y, H, V, L, S, T, W = in_double(far, X, U, V, L, S, T, rescaled(Z, p).mul_(lr))
+    Y, H, V, L, T, W = in_double(far, X, U, V, L, T, rescaled(Z, p).mul_(lr))
+    S = gram(V, L) if far else S
     factors = small_factors(W, lr**2 * S, Y, flow)
     C = plus_one_T(factors.E, T).mul_(lr)
     if flow.integrator == "isometric":  # scaled to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
@@ -162,6 +168,11 @@ def move_square(X: Tensor, W: Tensor, flow: Flow) -> None:
     columns = Y.mT  # as they are stored
     X.mT.copy_(torch.baddbmm(columns, columns, factors.A.mT))
     put_back(X, None, factors.rough)
+
+
+def gram(V: Tensor, L: Tensor) -> Tensor:
+    """(V − LX)(V − LX)ᵀ where V Xᵀ = L."""
+    return torch.baddbmm(symmetric_matmul(V, V.mT), L, L.mT, alpha=-1)
 
 
 FAR = 20  # the length of a step, η‖V‖, from which a deviation from I says too little about I + deviation

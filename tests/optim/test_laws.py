@@ -1,6 +1,7 @@
 """What must hold after any number of steps, at any shape, learning rate, layout and precision."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -272,3 +273,24 @@ def test_huge_finite_gradients_are_survived_by_the_isometric_step():
         optimizer.step()
     assert orthogonality_error(parameters[0]) <= ORTHOGONAL[torch.float32]
     assert math.isfinite(optimizer.state[parameters[0]]["U"].norm())
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e12, 1e15])
+def test_momentum_of_any_length_never_grows_by_itself(size, rank):
+    """One gradient as an exploding network has them, then none: float32 used to multiply what it left."""
+    torch.manual_seed(0)
+    X = StiefelParameter(random_stiefel(64, 8).mT)
+    optimizer = optim.StiefelSGD([X], lr=1.2, momentum=0.9)
+    X.grad = torch.randn(8, rank) @ torch.randn(rank, 64)
+    X.grad *= size / X.grad.norm()
+    lengths = []
+    for _ in range(6):
+        optimizer.step()
+        lengths.append(float(optimizer.state[X]["U"].norm()))
+        X.grad = torch.zeros_like(X)
+    assert all(after <= 0.9001 * before for before, after in pairwise(lengths))
+    assert lengths[0] <= 1.0001 * size
+    U = optimizer.state[X]["U"].view(8, 64)
+    assert float((X.detach() @ U.T).norm()) <= 2e-6 * float(U.norm())
+    assert orthogonality_error(X) <= 2e-6
