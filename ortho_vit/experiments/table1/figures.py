@@ -114,7 +114,8 @@ def learning_rate(result: Result) -> "Figure":
             values.append(math.nan if summary.mean is None else summary.mean)
             diverged += rates[-1:] if summary.diverged else []
         axis.semilogx(rates, values, "o-", color=colour, label=integrator)
-        axis.plot(diverged, [0.97] * len(diverged), "x", color=colour, transform=axis.get_xaxis_transform())
+        height = 0.97 - 0.04 * list(INTEGRATORS).index(integrator)  # one below the other
+        axis.plot(diverged, [height] * len(diverged), "x", color=colour, transform=axis.get_xaxis_transform())
     axis.set_xticks([LEARNING_RATE * f for f in FACTORS], [f"{LEARNING_RATE * f:g}" for f in FACTORS])
     axis.minorticks_off()
     axis.set(xlabel="learning rate of all parameters", ylabel="test error, %")
