@@ -7,7 +7,6 @@ The weights are those that `test` would use, averaged ones where the run average
 """
 
 import argparse
-import importlib
 import inspect
 import shlex
 from collections.abc import Iterable
@@ -16,14 +15,13 @@ from typing import Any, NoReturn
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import instantiate_class
 from torch import Tensor
 
 from ortho_vit.models import pretrained, save_checkpoint
 from ortho_vit.models.card import NAME
 from ortho_vit.models.pretrained import check_weights
 from ortho_vit.training.compose import UsageError, explain
-from ortho_vit.training.module import Classifier
+from ortho_vit.training.module import Classifier, class_at
 from ortho_vit.training.report import named_for, summary
 from ortho_vit.training.run import config_beside, read_config, read_run
 
@@ -87,12 +85,8 @@ class Export:
         if self.options.root:
             arguments["root"] = self.options.root
         try:
-            module, _, name = described["class_path"].rpartition(".")
-            cls = getattr(importlib.import_module(module), name)
-            if not (isinstance(cls, type) and issubclass(cls, L.LightningDataModule)):
-                raise TypeError(f"{described['class_path']} is not a data module")
-            data = instantiate_class((), described | {"init_args": arguments})
-        except (ImportError, AttributeError, TypeError) as error:
+            data = class_at(described["class_path"], L.LightningDataModule, "a data module")(**arguments)
+        except (TypeError, ValueError) as error:
             raise UsageError(f"{self.config_path}: data: {error}") from error
         for attribute in ("classes", "mean", "std"):
             if not hasattr(data, attribute):

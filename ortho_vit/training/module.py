@@ -8,6 +8,7 @@ before every batch.  With data modules whose batches are such a function too, a 
 with the same bits as one that was not.
 """
 
+import importlib
 import math
 import os
 import random
@@ -402,11 +403,20 @@ def _as_factory(optimizer: Any) -> OptimizerFactory:
     """What builds the optimizer from its parameters; `optimizer` may also be its plain values."""
     if not isinstance(optimizer, dict):
         return optimizer
-    module, _, name = optimizer["class_path"].rpartition(".")
-    cls = getattr(__import__(module, fromlist=[name]), name)
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):  # it may come from a file
-        raise ValueError(f"Classifier: {optimizer['class_path']} is not an optimizer")
+    cls = class_at(optimizer["class_path"], Optimizer, "an optimizer")
     return partial(cls, **optimizer.get("init_args", {}))
+
+
+def class_at(path: Any, kind: type, what: str) -> type:
+    """The class at a dotted path.  A file may name any: what is not of that kind is refused, not called."""
+    module, _, name = str(path).rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"there is no {path}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
+        raise ValueError(f"{path} is not {what}")
+    return cls
 
 
 def _as_plain(optimizer: Any) -> dict[str, Any] | None:

@@ -205,7 +205,9 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
         ("--ckpt_path zoo/ortho_vit_digits.small.safetensors --name x", 2, "holds weights and no run"),
         ("--ckpt_path RUN --name x --config gone.yaml", 2, "no configuration gone.yaml"),
         ("--ckpt_path RUN --name x --config nodata.yaml", 2, "nodata.yaml names no data"),
-        ("--ckpt_path RUN --name x --config noclass.yaml", 2, "noclass.yaml: data: "),
+        ("--ckpt_path RUN --name x --config noclass.yaml", 2, "noclass.yaml: data: there is no ortho_vit.data.Digit: "),
+        ("--ckpt_path RUN --name x --config short.yaml", 2, "short.yaml: data: there is no CIFAR10: "),
+        ("--ckpt_path RUN --name x --config option.yaml", 2, "option.yaml: data: "),
         ("--ckpt_path RUN --name x --config code.yaml", 2, "code.yaml: data: subprocess.Popen is not a data module"),
         ("--ckpt_path RUN --name x --config cifar.yaml", 1, "CIFAR10: nothing found in"),
         ("--ckpt_path RUN --name x --config cifar100.yaml", 2, "num_classes is 10, but CIFAR100 has 100 classes"),
@@ -214,6 +216,8 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
 def test_what_cannot_be_exported_is_refused_in_one_line(folder, capsys, options, code, message):
     Path("nodata.yaml").write_text("model: {}")
     Path("noclass.yaml").write_text("data: {class_path: ortho_vit.data.Digit}")
+    Path("short.yaml").write_text("data: {class_path: CIFAR10}")
+    Path("option.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR10, init_args: {colour: 1}}")
     Path("code.yaml").write_text("data: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}")
     Path("cifar.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR10, init_args: {root: gone}}")
     Path("cifar100.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR100}")
