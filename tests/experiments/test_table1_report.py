@@ -62,13 +62,12 @@ def test_groups_share_the_runs_they_have_in_common():
         return len(choose(groups, (), seeds))
 
     assert count("table") == count() == 16 * 3
-    assert count("own") == 4 * 3
+    assert count("own") == 5 * 3
     assert count("learning-rate") == 2 * len(FACTORS)
     assert count("two-rates") == 2
     assert count("projections") == 4
-    assert (
-        count("all") == 48 + 12 + 10 + 2 + 3
-    )  # the paper's rate with either integrator, and QK, are there already
+    # the paper's rate with either integrator, and QK, are there already
+    assert count("all") == 48 + 15 + 10 + 2 + 3
 
 
 def test_rows_are_chosen_by_pattern_from_all_groups():
@@ -93,6 +92,7 @@ def test_every_reference_is_a_row():
         ("within_stiefel_adam_isometric", {"lr": 1e-3, "integrator": "isometric"}, 2 * 6 * 4),
         ("within_projected_stiefel_sgd_one_rate", {"lr": 0.1, "stiefel_lr": 0.1}, 2 * 6 * 4),
         ("none_sgd_same_rate", {"lr": 0.15, "momentum": 0.9}, 0),
+        ("none_sgd_orthonormal_start", {"lr": 0.1, "momentum": 0.9, "penalty": 0}, 2 * 6 * 4),
         ("within_stiefel_sgd_rate_x0.25", {"lr": 0.0375, "integrator": "paper"}, 2 * 6 * 4),
         ("within_stiefel_sgd_isometric_rate_x8", {"lr": 1.2, "integrator": "isometric"}, 2 * 6 * 4),
         ("within_stiefel_sgd_stiefel_rate_x4", {"lr": 0.15, "stiefel_lr": 0.6}, 2 * 6 * 4),

@@ -90,6 +90,11 @@ def _own() -> Iterable[Row]:
     yield Row(
         "none_sgd_same_rate", "SGD, lr of StiefelSGD", "none", "none_sgd", as_stiefel, reference="none_sgd"
     )
+    start = "none_sgd_orthonormal_start"  # weights that begin on the manifold, and nothing to keep them there
+    no_penalty = ("--model.optimizer.init_args.penalty", "0")
+    yield Row(
+        start, "SGD, orthonormal start", "none", "within_regularized_sgd", no_penalty, reference="none_sgd"
+    )
 
 
 def rate_row(integrator: str, factor: float) -> str:
