@@ -1,9 +1,21 @@
-"""Vision Transformers with orthogonal attention, and the Stiefel optimizers that keep it exact."""
+"""Vision Transformers with orthogonal attention, and the Stiefel optimizers that keep it exact.
 
-from ortho_vit import _torchvision  # noqa: F401  (before anything imports torchvision)
-from ortho_vit.models import create_model, list_models, orthogonalize
-from ortho_vit.parameter import StiefelParameter, constrain, stiefel_parameters
-from ortho_vit.stiefel import orthogonality_error
+Nothing is imported before it is used: `import ortho_vit.optim` needs torch and nothing else.
+"""
+
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from ortho_vit._moved import MovedModules
+
+if TYPE_CHECKING:
+    from ortho_vit.models import create_model, list_models, orthogonalize
+    from ortho_vit.parameter import StiefelParameter, constrain, stiefel_parameters
+    from ortho_vit.stiefel import orthogonality_error
+
+__version__ = "0.2.0"
 
 __all__ = [
     "StiefelParameter",
@@ -14,3 +26,37 @@ __all__ = [
     "orthogonalize",
     "stiefel_parameters",
 ]
+
+_HOMES = {
+    "StiefelParameter": "ortho_vit.parameter",
+    "constrain": "ortho_vit.parameter",
+    "create_model": "ortho_vit.models",
+    "list_models": "ortho_vit.models",
+    "orthogonality_error": "ortho_vit.stiefel",
+    "orthogonalize": "ortho_vit.models",
+    "stiefel_parameters": "ortho_vit.parameter",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ortho_vit' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
+def _build(package: str) -> str:
+    """The part of an installed version after its "+", such as "cpu"; empty for a package index's own build."""
+    try:
+        return version(package).partition("+")[2]
+    except PackageNotFoundError:
+        return ""
+
+
+sys.meta_path.append(MovedModules())
+if _build("torch") != _build("torchvision"):
+    from ortho_vit import _torchvision  # noqa: F401  (before anything imports torchvision)

@@ -11,9 +11,9 @@ from PIL import Image
 
 from benchmarks import sharding_model
 from ortho_vit import list_models
+from ortho_vit.cli.export import parse
+from ortho_vit.cli.main import main
 from ortho_vit.models import find_checkpoint
-from ortho_vit.training.cli import main
-from ortho_vit.training.export import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

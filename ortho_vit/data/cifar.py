@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ortho_vit.data.archive import download, read_archive, read_folder
-from ortho_vit.data.base import TensorDataModule
 from ortho_vit.data.cifar_pickle import read_pickle
+from ortho_vit.data.datamodule import TensorDataModule
 
 HOST = "https://www.cs.toronto.edu/~kriz"
 PIXELS = 3 * 32 * 32

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from ortho_vit.data.base import TensorDataModule
-from ortho_vit.data.noise import hold_out
+from ortho_vit.data.datamodule import TensorDataModule
+from ortho_vit.data.rng import hold_out
 
 TEST_SHARE = 0.2
 TEST_SEED = 0  # the test set is the same whatever the seed of a run

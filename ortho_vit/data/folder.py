@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ortho_vit.data.augment import AutoAugment, AutoAugmentPolicy, normalize, random_flip
-from ortho_vit.data.base import ImageDataModule
-from ortho_vit.data.loader import Key, Loader
-from ortho_vit.data.noise import uniform
+from ortho_vit.data.datamodule import ImageDataModule
 from ortho_vit.data.picture import SUFFIXES, centre_box, decode, random_box, resized
+from ortho_vit.data.rng import uniform
+from ortho_vit.data.sampling import Key, Loader
 
 Received = tuple[
     Tensor, list[int], list[str]

@@ -21,7 +21,7 @@ from ortho_vit.data.picture import SUFFIXES, centre_box, decode, resized
 from ortho_vit.experiments.result import Result, new_figure, parse, run_command, save_figure
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
-from ortho_vit.models.pretrained import available
+from ortho_vit.models.weights import available
 from ortho_vit.training.images import recorded_attention
 
 if TYPE_CHECKING:

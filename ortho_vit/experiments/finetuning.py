@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ortho_vit.data import Digits
-from ortho_vit.data.noise import hold_out
+from ortho_vit.data.rng import hold_out
 from ortho_vit.experiments.result import (
     Result,
     add_common_options,

@@ -1,10 +1,11 @@
 """Vision Transformers with orthogonal attention: the zoo, its trained weights, and `orthogonalize` for any other."""
 
-from ortho_vit.models.card import Card, CheckpointError
-from ortho_vit.models.export import export_for_hub, save_checkpoint
+from ortho_vit.errors import CheckpointError
+from ortho_vit.models.card import Card
+from ortho_vit.models.hub import export_for_hub, save_checkpoint
 from ortho_vit.models.orthogonalize import orthogonalize
-from ortho_vit.models.pretrained import Checkpoint, find_checkpoint, load_checkpoint
 from ortho_vit.models.registry import create_model, list_models
+from ortho_vit.models.weights import Checkpoint, find_checkpoint, load_checkpoint
 
 __all__ = [
     "Card",

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from ortho_vit.errors import CheckpointError
 from ortho_vit.models.orthogonalize import Constraint, Projections
 
 __all__ = ["Card", "CheckpointError", "Golden"]
@@ -18,10 +19,6 @@ __all__ = ["Card", "CheckpointError", "Golden"]
 NAME = re.compile(r"[A-Za-z0-9_]+\.[A-Za-z0-9_.-]+")  # architecture.tag; no path can hide in it
 RESERVED = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 GOLDEN_TOLERANCE = 1e-3  # between machines; float32 kernels differ by about 1e-5
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, and why."""
 
 
 @dataclass(frozen=True)

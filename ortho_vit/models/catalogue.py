@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ortho_vit.models.card import Card
-from ortho_vit.models.pretrained import FOLDER, available, find_checkpoint
+from ortho_vit.models.weights import FOLDER, available, find_checkpoint
 
 HEAD = """\
 # Trained weights

@@ -8,10 +8,10 @@ from typing import Any
 import timm
 from torch import nn
 
+from ortho_vit.errors import CheckpointError
 from ortho_vit.models import zoo
-from ortho_vit.models.card import CheckpointError
 from ortho_vit.models.orthogonalize import Choice, Projections, orthogonalize, resolve
-from ortho_vit.models.pretrained import available, find_checkpoint, load_checkpoint
+from ortho_vit.models.weights import available, find_checkpoint, load_checkpoint
 
 __all__ = ["create_model", "list_models"]
 

@@ -26,8 +26,8 @@ from timm.models import (
 )
 from timm.models.vision_transformer import checkpoint_filter_fn
 
-from ortho_vit.models import pretrained as checkpoints
-from ortho_vit.models.card import CheckpointError
+from ortho_vit.errors import CheckpointError
+from ortho_vit.models import weights as checkpoints
 from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
 
 __all__: list[str] = []  # `register_model` adds each name

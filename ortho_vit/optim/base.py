@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from ortho_vit.optim.batching import Part, Stack, State, blocks_of, wide
 from ortho_vit.optim.sharding import Sharded
-from ortho_vit.optim.stack import Part, Stack, State, blocks_of, wide
 from ortho_vit.parameter import StiefelParameter
 from ortho_vit.stiefel import orthogonality_error, polar, working_dtype
 

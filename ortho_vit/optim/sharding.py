@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ortho_vit.optim.stack import Stack, blocks_of
+from ortho_vit.optim.batching import Stack, blocks_of
 from ortho_vit.parameter import StiefelParameter
 
 

@@ -1,10 +1,10 @@
 """Training: the LightningModule, its callbacks and the command line."""
 
-from ortho_vit.training.callbacks import OrthogonalityMonitor, PredictionWriter, WeightAveraging
-from ortho_vit.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from ortho_vit.training.checkpointing import AtomicCheckpointIO, Checkpoints
+from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.images import AttentionImages
-from ortho_vit.training.module import Classifier
-from ortho_vit.training.report import History
+from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter, WeightAveraging
+from ortho_vit.training.reporting import History
 
 __all__ = [
     "AtomicCheckpointIO",

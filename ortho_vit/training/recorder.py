@@ -24,8 +24,8 @@ from lightning.pytorch.callbacks import Callback
 
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
-from ortho_vit.training.checkpoints import is_trial
-from ortho_vit.training.report import learning_rate
+from ortho_vit.training.checkpointing import is_trial
+from ortho_vit.training.reporting import learning_rate
 
 DIVERGED = re.compile("not finite|overflowed|left the manifold")  # or a FloatingPointError
 _PROGRESS_SECONDS = 2.0

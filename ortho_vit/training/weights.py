@@ -20,7 +20,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from ortho_vit import optim
-from ortho_vit.models.pretrained import ROUNDED_TOLERANCE, TOLERANCE
+from ortho_vit.models.weights import ROUNDED_TOLERANCE, TOLERANCE
 from ortho_vit.parameter import cut_blocks, stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 

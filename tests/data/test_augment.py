@@ -6,8 +6,8 @@ from PIL import Image
 from torchvision import transforms
 
 from ortho_vit.data.augment import AutoAugment, normalize, random_crop, random_flip
-from ortho_vit.data.base import Recipe
-from ortho_vit.data.loader import Key
+from ortho_vit.data.datamodule import Recipe
+from ortho_vit.data.sampling import Key
 
 
 @pytest.fixture

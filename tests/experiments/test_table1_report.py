@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from ortho_vit.cli.main import CommandLine
 from ortho_vit.experiments.result import Result, new_figure
 from ortho_vit.experiments.table1 import figures, tables
 from ortho_vit.experiments.table1.__main__ import main, make_parser
@@ -23,7 +24,6 @@ from ortho_vit.experiments.table1.compare import (
 from ortho_vit.experiments.table1.records import COLUMNS, collect, load
 from ortho_vit.experiments.table1.rows import FACTORS, GROUPS, PAPER, ROWS, choose
 from ortho_vit.experiments.table1.runs import Sweep
-from ortho_vit.training.cli import CommandLine
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ortho_vit.errors import UsageError
 from ortho_vit.experiments.table1 import runs as runs_module
 from ortho_vit.experiments.table1 import sweep as sweep_module
 from ortho_vit.experiments.table1.progress import overview
 from ortho_vit.experiments.table1.rows import choose
 from ortho_vit.experiments.table1.runs import Run, Sweep, environment
 from ortho_vit.experiments.table1.sweep import sweep
-from ortho_vit.training.compose import UsageError
 
 ROWS = ("none_sgd", "none_adam", "within_stiefel_sgd")
 

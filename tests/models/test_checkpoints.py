@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 
+from ortho_vit.cli import main as cli
 from ortho_vit.models import find_checkpoint
 from ortho_vit.models.catalogue import catalogue, main
-from ortho_vit.models.pretrained import FOLDER, available
-from ortho_vit.training import cli
+from ortho_vit.models.weights import FOLDER, available
 
 NAMES = available(FOLDER)
 DIGITS = [name for name in NAMES if find_checkpoint(name, FOLDER).card.data == "Digits"]  # needs no download

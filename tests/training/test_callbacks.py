@@ -6,16 +6,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from small_run import digits, make_classifier, make_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ortho_vit import create_model, optim, orthogonality_error, stiefel_parameters
 from ortho_vit.stiefel import polar
 from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonitor, WeightAveraging
-from ortho_vit.training.callbacks import momentum_tangency
-from ortho_vit.training.checkpoints import AtomicCheckpointIO
+from ortho_vit.training.checkpointing import AtomicCheckpointIO
 from ortho_vit.training.images import attention_images, gram_image
-from ortho_vit.training.report import EpochLines, describe
+from ortho_vit.training.measuring import momentum_tangency
+from ortho_vit.training.reporting import EpochLines, describe
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 # ------------------------------------------------------------------------------------------- orthogonality
 

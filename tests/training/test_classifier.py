@@ -5,13 +5,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_run import digits, make_classifier, make_trainer
 from torch.utils.data import DataLoader
 
 from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.data import CIFAR100
 from ortho_vit.optim import StiefelAdam, StiefelSGD
 from ortho_vit.training import Classifier
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 
 def test_training_reduces_the_loss_and_stays_on_the_manifold(tmp_path):
@@ -53,7 +53,7 @@ def test_a_frozen_constraint_may_go_with_any_optimizer():
 
 
 def test_a_constraint_without_anything_constrained_is_an_error(monkeypatch):
-    monkeypatch.setattr("ortho_vit.training.module.stiefel_parameters", lambda model: iter(()))
+    monkeypatch.setattr("ortho_vit.training.classifier.stiefel_parameters", lambda model: iter(()))
     with pytest.raises(ValueError, match="no parameter of 'ortho_vit_digits' is constrained"):
         make_classifier()
 

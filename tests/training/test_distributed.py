@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import assert_same_bits, digits
 
 from ortho_vit.models import create_model
 from ortho_vit.stiefel import orthogonality_error
+from tests.helpers.small_run import assert_same_bits, digits
 
 REPOSITORY = Path(__file__).parents[2]
 
 TRAIN = """
 import ortho_vit
 import torch
-from small_run import digits, make_classifier, make_trainer
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 if __name__ == "__main__":
     model, trainer = make_classifier(), make_trainer(".", devices=2, strategy="ddp")
@@ -31,7 +31,7 @@ from functools import partial
 import ortho_vit
 import torch
 from ortho_vit.optim import StiefelSGD
-from small_run import digits, make_classifier, make_trainer
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 if __name__ == "__main__":
     for folder, options in (
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 BAD_PICTURE = """
 import ortho_vit
 import torch
-from small_run import BadPicture, digits, make_classifier, make_trainer
+from tests.helpers.small_run import BadPicture, digits, make_classifier, make_trainer
 
 
 class OnRankOne(BadPicture):
@@ -74,7 +74,7 @@ SPAWN = """
 import ortho_vit
 import torch
 from lightning import Callback
-from small_run import digits, make_classifier, make_trainer
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 
 class SaveReplica(Callback):
@@ -97,8 +97,7 @@ if __name__ == "__main__":
 def run(folder, text):
     script = folder / "script.py"
     script.write_text(text)
-    paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, script],
         cwd=folder,

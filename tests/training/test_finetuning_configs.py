@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from ortho_vit import create_model, orthogonality_error
+from ortho_vit.cli.main import main
 from ortho_vit.data import ImageFolder
 from ortho_vit.models import save_checkpoint
 from ortho_vit.optim import StiefelAdam
 from ortho_vit.training import Classifier
-from ortho_vit.training.cli import main
 
 pytestmark = [
     pytest.mark.slow,

@@ -4,11 +4,11 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_run import digits, make_classifier, make_trainer
 
 from ortho_vit import orthogonality_error
 from ortho_vit.optim import StiefelSGD
 from ortho_vit.training import Classifier
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 
 @pytest.fixture

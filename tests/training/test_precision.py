@@ -15,13 +15,13 @@ from statistics import mean
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from small_run import digits, make_classifier, make_trainer
 
 from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.optim import StiefelAdam
 from ortho_vit.parameter import cut_blocks
 from ortho_vit.training import WeightAveraging
-from ortho_vit.training.callbacks import momentum_tangency, rounding_error
+from ortho_vit.training.measuring import momentum_tangency, rounding_error
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 SEEDS = range(3)
 LIMITS = {"bf16-mixed": 2e-6, "16-mixed": 2e-6, "bf16-true": rounding_error(torch.bfloat16)}

@@ -6,9 +6,9 @@ import math
 import lightning as L
 import pytest
 import torch
-from small_run import digits, make_classifier, make_trainer
 
 from ortho_vit.training.recorder import Recorder, write_json
+from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 
 def read(folder, name="result.json"):

@@ -14,11 +14,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from small_run import BadPicture, assert_same_bits, digits, make_classifier, write_cifar10
 
 from ortho_vit import optim
 from ortho_vit.data import CIFAR10
 from ortho_vit.training import Checkpoints, History, OrthogonalityMonitor, WeightAveraging
+from tests.helpers.small_run import BadPicture, assert_same_bits, digits, make_classifier, write_cifar10
 
 REPOSITORY = Path(__file__).parents[2]
 

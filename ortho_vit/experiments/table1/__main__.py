@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import ortho_vit.data
+from ortho_vit.errors import UsageError
 from ortho_vit.experiments.table1 import figures, tables
 from ortho_vit.experiments.table1.progress import Display, overview
 from ortho_vit.experiments.table1.records import collect, load, restore
 from ortho_vit.experiments.table1.rows import DATA, GROUPS, PRESETS, choose, select
 from ortho_vit.experiments.table1.runs import REPOSITORY, Run, Sweep
 from ortho_vit.experiments.table1.sweep import HOPELESS, sweep, visible_gpus
-from ortho_vit.training.compose import UsageError
 
 MODULE = "python -m ortho_vit.experiments.table1"
 

@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from ortho_vit.errors import UsageError
 from ortho_vit.experiments.result import Result
 from ortho_vit.experiments.table1.rows import ROWS
 from ortho_vit.experiments.table1.runs import Run, Sweep
-from ortho_vit.training.compose import UsageError
 from ortho_vit.training.recorder import finite_or_none, write_json
 
 COLUMNS = (

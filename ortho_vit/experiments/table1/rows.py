@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ortho_vit.training.compose import UsageError
+from ortho_vit.errors import UsageError
 
 DATA = ("CIFAR10", "CIFAR100")
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ortho_vit.errors import UsageError
 from ortho_vit.experiments.table1.rows import PRESETS, ROWS, Row
-from ortho_vit.training.compose import UsageError
 from ortho_vit.training.recorder import write_json
 
 REPOSITORY = Path(__file__).resolve().parents[3]

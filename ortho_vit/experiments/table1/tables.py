@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ortho_vit.errors import UsageError
 from ortho_vit.experiments.result import Result
 from ortho_vit.experiments.table1.compare import (
     Difference,
@@ -32,7 +33,6 @@ from ortho_vit.experiments.table1.rows import (
     ROWS,
     rate_row,
 )
-from ortho_vit.training.compose import UsageError
 
 Pairs = tuple[tuple[str, str], ...]
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ortho_vit.data.noise import _GOLDEN, _mix, hold_out, permutation, uniform
+from ortho_vit.data.rng import _GOLDEN, _mix, hold_out, permutation, uniform
 
 
 def test_a_number_depends_on_its_address_alone():

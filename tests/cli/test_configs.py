@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ortho_vit import stiefel_parameters
-from ortho_vit.training.cli import CommandLine
+from ortho_vit.cli.main import CommandLine
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
 )  # Lightning's
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(path for path in CONFIGS.rglob("*.yaml") if "parts" not in path.parts)
 EXPERIMENTS = [path for path in EXPERIMENTS if "paper" not in path.parts]  # which are tested row by row
 PARTS = sorted((CONFIGS / "parts").glob("*.yaml"))

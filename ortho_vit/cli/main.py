@@ -19,16 +19,17 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
+from ortho_vit.cli.export import Export
+from ortho_vit.cli.from_card import expand_card
+from ortho_vit.cli.run_folder import read_run
+from ortho_vit.errors import UsageError
 from ortho_vit.stiefel import orthogonality_error
-from ortho_vit.training.callbacks import OrthogonalityMonitor, PredictionWriter
-from ortho_vit.training.cards import expand_card
-from ortho_vit.training.checkpoints import Checkpoints, is_trial
-from ortho_vit.training.compose import UsageError, config_files, expand, explain, refuse_classes
-from ortho_vit.training.export import Export
+from ortho_vit.training.checkpointing import Checkpoints, is_trial
+from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.images import AttentionImages
-from ortho_vit.training.module import Classifier
-from ortho_vit.training.report import History, describe, named_for, preview, progress_bar, summary
-from ortho_vit.training.run import read_run
+from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
+from ortho_vit.training.reporting import History, describe, named_for, preview, progress_bar, summary
 
 MAY_CHANGE = (
     "weights",

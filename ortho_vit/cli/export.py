@@ -17,13 +17,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from ortho_vit.models import pretrained, save_checkpoint
+from ortho_vit.cli.compose import explain
+from ortho_vit.cli.run_folder import config_beside, read_config, read_run
+from ortho_vit.errors import UsageError
+from ortho_vit.models import save_checkpoint, weights
 from ortho_vit.models.card import NAME
-from ortho_vit.models.pretrained import check_weights
-from ortho_vit.training.compose import UsageError, explain
-from ortho_vit.training.module import Classifier, class_at
-from ortho_vit.training.report import named_for, summary
-from ortho_vit.training.run import config_beside, read_config, read_run
+from ortho_vit.models.weights import check_weights
+from ortho_vit.training.classifier import Classifier, class_at
+from ortho_vit.training.reporting import named_for, summary
 
 PICTURES = 8
 PLACES = ("download", "num_workers", "predict_root")  # of a data module, and no part of the recipe
@@ -48,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--ckpt_path", metavar="FILE", help="checkpoint of the run")
     add("--name", help="architecture.tag, or the tag alone")
-    add("--folder", default=str(pretrained.FOLDER), help="where to (default: the repository's checkpoints/)")
+    add("--folder", default=str(weights.FOLDER), help="where to (default: the repository's checkpoints/)")
     add("--overwrite", choices=("true", "false"), default="false", help="replace weights of that name")
     add("--config", metavar="FILE", help="the run's config.yaml, where it is not beside the checkpoint")
     add(
@@ -125,7 +126,7 @@ class Export:
 
     def _command(self) -> str:
         """What measures the accuracy again: by name from the repository's folder, otherwise by path."""
-        own = self.target.parent.resolve() == pretrained.FOLDER
+        own = self.target.parent.resolve() == weights.FOLDER
         return f"python train.py test --weights {self.name if own else shlex.quote(str(self.target))}"
 
     def _arguments(self) -> dict[str, Any]:

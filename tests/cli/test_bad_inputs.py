@@ -28,21 +28,21 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from data.test_cifar import Payload, contents, pack, place
-from data.test_folder import bomb, opened, picture
-from data.test_folder import folder as class_folders
-from models.test_pretrained import ABOUT, NAME, build
 from PIL import Image
-from test_command_line import DIGITS, REPOSITORY
 from torch import nn
 
 from ortho_vit import StiefelParameter, constrain, create_model, optim, orthogonalize
+from ortho_vit.cli.main import main
 from ortho_vit.data import CIFAR10, CIFAR100, ImageFolder
 from ortho_vit.models import save_checkpoint
 from ortho_vit.optim import ProjectedStiefelSGD, RegularizedSGD, StiefelAdam, StiefelSGD
 from ortho_vit.stiefel import cayley, orthogonality_error, polar, random_stiefel
-from ortho_vit.training.cli import main
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein, sinkhorn
+from tests.data.test_cifar import Payload, contents, pack, place
+from tests.data.test_folder import bomb, opened, picture
+from tests.data.test_folder import folder as class_folders
+from tests.helpers.command_line import DIGITS, REPOSITORY
+from tests.models.test_weights import ABOUT, NAME, build
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),

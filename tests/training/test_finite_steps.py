@@ -7,13 +7,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from small_run import BadPicture, assert_same_bits, digits, make_classifier, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ortho_vit.training import Classifier, nonfinite
-from ortho_vit.training.cli import main
+from ortho_vit.cli.main import main
+from ortho_vit.training import Classifier, finite_steps
 from ortho_vit.training.schedule import warmup_cosine
+from tests.helpers.small_run import BadPicture, assert_same_bits, digits, make_classifier, make_trainer
 
 NAN, INF = float("nan"), float("inf")
 LEFT_OUT = r"step left out, \d+ so far: "
@@ -184,7 +184,7 @@ def test_a_skipped_batch_does_not_reach_the_statistics_of_the_model(tmp_path):
 
 
 def test_skipping_without_end_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(nonfinite, "PATIENCE", 3)
+    monkeypatch.setattr(finite_steps, "PATIENCE", 3)
     bad = BadPicture((0, 0), (0, 2), (0, 3), (1, 0))
     model = make_classifier(skip_nonfinite=True)
     with (
@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_finite_is_not(tmp_path):
 
 
 def test_a_scale_that_only_falls_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(nonfinite, "PATIENCE", 3)
+    monkeypatch.setattr(finite_steps, "PATIENCE", 3)
     bad = BadGradient(*((0, batch) for batch in range(4)), value=NAN)
     message = (
         r"the gradient is not finite at a scale of 256 at step 2 \(epoch 0\), as in all of the last 3 steps"

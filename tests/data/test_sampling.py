@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from ortho_vit.data import Digits
-from ortho_vit.data.loader import EpochSampler, Loader
+from ortho_vit.data.sampling import EpochSampler, Loader
 
 
 def batches(loader):

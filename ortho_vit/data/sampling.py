@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ortho_vit.data.noise import permutation
+from ortho_vit.data.rng import permutation
 
 
 class Key(NamedTuple):

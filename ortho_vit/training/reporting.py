@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ortho_vit.parameter import stiefel_parameters
-from ortho_vit.training.checkpoints import is_trial
+from ortho_vit.training.checkpointing import is_trial
 
 COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
 

@@ -34,9 +34,9 @@ from ortho_vit.models import Checkpoint, create_model, list_models, load_checkpo
 from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
-from ortho_vit.training.compilation import compile_model
-from ortho_vit.training.means import Mean, restore, state_of
-from ortho_vit.training.nonfinite import FiniteSteps, Seen
+from ortho_vit.training.compile import compile_model
+from ortho_vit.training.finite_steps import FiniteSteps, Seen
+from ortho_vit.training.metrics import Mean, restore, state_of
 from ortho_vit.training.schedule import warmup_cosine
 from ortho_vit.training.weights import (
     check_finite,

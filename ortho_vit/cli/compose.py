@@ -17,11 +17,9 @@ from typing import Any
 
 import yaml
 
+from ortho_vit.errors import UsageError
+
 MOST_VALUES = 10_000  # of one file; ours have some fifty
-
-
-class UsageError(ValueError):
-    """Something about the command line or a configuration that its user can put right."""
 
 
 def expand(arguments: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from ortho_vit.training.compose import UsageError
+from ortho_vit.errors import UsageError
 from ortho_vit.training.weights import read_checkpoint
 
 

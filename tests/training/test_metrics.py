@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ortho_vit.training.means import Mean, restore, state_of
+from ortho_vit.training.metrics import Mean, restore, state_of
 
 
 def mean_of(*losses):

@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
+from ortho_vit.cli.compose import refuse_classes, take_option
 from ortho_vit.data.picture import EVAL_SHARE
-from ortho_vit.models import Card, Checkpoint, CheckpointError, find_checkpoint
-from ortho_vit.training.compose import UsageError, refuse_classes, take_option
+from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.models import Card, Checkpoint, find_checkpoint
 from ortho_vit.training.weights import is_file
 
 UNUSED = {"class_path": "ortho_vit.optim.StiefelSGD", "init_args": {"lr": 0.0}}  # evaluation takes no step

@@ -16,8 +16,9 @@ import torch
 import yaml
 from PIL import Image
 
+from ortho_vit.cli.main import main
 from ortho_vit.training import Classifier
-from ortho_vit.training.cli import main
+from tests.helpers.command_line import DIGITS, REPOSITORY
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -26,19 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
-
-REPOSITORY = Path(__file__).parents[1]
-DIGITS = """
-model:
-  name: ortho_vit_digits
-  optimizer:
-    class_path: ortho_vit.optim.StiefelSGD
-    init_args: {lr: 0.1, momentum: 0.9}
-data:
-  class_path: ortho_vit.data.Digits
-  init_args: {batch_size: 64, limit: 192}
-trainer: {max_epochs: 2, accelerator: cpu, devices: 1}
-"""
 
 
 @pytest.fixture
@@ -177,7 +165,7 @@ def test_predictions_are_there_when_they_are_whole(run, monkeypatch, capsys):
 
 def test_a_run_that_was_not_compiled_may_go_on_compiled(run, monkeypatch):
     compiled = []
-    monkeypatch.setattr("ortho_vit.training.module.compile_model", lambda *args: compiled.append(args))
+    monkeypatch.setattr("ortho_vit.training.classifier.compile_model", lambda *args: compiled.append(args))
     resumed = ["--config", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/last.ckpt")]
     assert main([*resumed, "--model.compile", "true", "--trainer.max_epochs", "3"]) == 0
     assert len(compiled) == 1

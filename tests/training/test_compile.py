@@ -11,12 +11,12 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from small_run import assert_same_bits, digits, make_classifier, make_trainer
 from timm.models.vision_transformer import Block
 
 from ortho_vit import create_model, orthogonality_error, stiefel_parameters
-from ortho_vit.training.compilation import LastBlock, compile_model
+from ortho_vit.training.compile import LastBlock, compile_model
 from ortho_vit.training.images import attention_images
+from tests.helpers.small_run import assert_same_bits, digits, make_classifier, make_trainer
 
 
 class KeepHalf(L.Callback):

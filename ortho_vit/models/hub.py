@@ -13,9 +13,9 @@ import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from ortho_vit.models import pretrained
-from ortho_vit.models.card import Card, CheckpointError, Golden, golden_logits
-from ortho_vit.models.pretrained import Checkpoint, check_weights, load_checkpoint, write_whole
+from ortho_vit.errors import CheckpointError
+from ortho_vit.models.card import Card, Golden, golden_logits
+from ortho_vit.models.weights import FOLDER, Checkpoint, check_weights, load_checkpoint, write_whole
 from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["export_for_hub", "save_checkpoint"]
@@ -58,7 +58,7 @@ def save_checkpoint(
     give the same logits.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    target = Path(folder or pretrained.FOLDER) / f"{name}.safetensors"
+    target = Path(folder or FOLDER) / f"{name}.safetensors"
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists already; overwrite=True replaces it")
     check_weights(model, name)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ortho_vit.data.augment import AutoAugment, normalize, random_crop, random_flip
-from ortho_vit.data.loader import EpochSampler, Key, Loader
-from ortho_vit.data.noise import hold_out, uniform
+from ortho_vit.data.rng import hold_out, uniform
+from ortho_vit.data.sampling import EpochSampler, Key, Loader
 
 
 class ImageDataModule(L.LightningDataModule):

@@ -24,7 +24,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import model_entrypoint
 from torch import Tensor, nn
 
-from ortho_vit.models.card import NAME, Card, CheckpointError
+from ortho_vit.errors import CheckpointError
+from ortho_vit.models.card import NAME, Card
 from ortho_vit.models.core import CoredLinear
 from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
 from ortho_vit.parameter import stiefel_parameters

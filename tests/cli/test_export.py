@@ -13,11 +13,11 @@ import yaml
 from PIL import Image
 
 from ortho_vit import create_model, orthogonality_error
+from ortho_vit.cli.export import sample
+from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.models import Checkpoint
 from ortho_vit.models.catalogue import catalogue
-from ortho_vit.training.cli import main
-from ortho_vit.training.export import sample
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),

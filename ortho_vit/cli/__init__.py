@@ -1,0 +1,1 @@
+"""The command line: `train.py`, or `ortho-vit` where the package is installed."""

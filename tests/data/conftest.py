@@ -1,1 +1,0 @@
-import ortho_vit  # noqa: F401  (before torchvision)
