@@ -1,5 +1,6 @@
 """Train, validate, test or predict: `python train.py --help`."""
 
+import gc
 import os
 import signal
 import sys
@@ -18,4 +19,6 @@ from ortho_vit.training.memory import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory()
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # or the interpreter's last garbage collections take seconds
+    sys.exit(code)
