@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities import rank_zero_only
 
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
@@ -351,7 +350,7 @@ class CommandLine(LightningCLI):
         """Lightning kills the process that has started others if one of these ends with an error before it."""
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         launched = isinstance(environment, LightningEnvironment) and not self.trainer.is_global_zero
-        return 0 if launched and stop.step is not None else int(str(stop.code))
+        return 0 if launched and stop.step is not None else 128 + stop.signum
 
     def _say(self, line: str) -> None:
         if self.trainer.is_global_zero:
@@ -432,6 +431,16 @@ def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, 
     return [] if as_list[0] == as_list[1] else [(key, theirs, ours)]
 
 
+def _end(command: Any, stop: Stopped) -> int:
+    """Say where a command was stopped; the exit code."""
+    running = isinstance(command, CommandLine)  # and not still being parsed
+    first = command.trainer.is_global_zero if running else os.environ.get("LOCAL_RANK", "0") == "0"
+    line = command.stopped(stop) if running else _named(stop)
+    if first:
+        print(line, file=sys.stderr, flush=True)
+    return command.exit_code(stop) if running else 128 + stop.signum
+
+
 def _named(stop: Stopped) -> str:
     return f"stopped by {signal.Signals(stop.signum).name}"
 
@@ -475,11 +484,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
             return code
         except Stopped as stop:
-            known = isinstance(command, CommandLine)
-            line = command.stopped(stop) if known else _named(stop)
-            if rank_zero_only.rank == 0:
-                print(line, file=sys.stderr)
-            return command.exit_code(stop) if known else int(str(stop.code))
+            return _end(command, stop)
         finally:
             if dist.is_available() and dist.is_initialized():
                 dist.destroy_process_group()  # while everything it needs is there; at exit it may not be

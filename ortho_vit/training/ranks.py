@@ -21,4 +21,4 @@ def largest(trainer: L.Trainer, *values: int) -> list[int]:
     if trainer.world_size == 1:
         return list(values)
     strategy = trainer.strategy
-    return strategy.reduce(torch.tensor(values, device=strategy.root_device), reduce_op="max").tolist()  # type: ignore[union-attr, arg-type]
+    return strategy.reduce(torch.tensor(values, device=strategy.root_device), reduce_op="max").tolist()
