@@ -1,12 +1,15 @@
 """The command line: LightningCLI with a default sub-command, composed configurations and errors of one line.
 
 `main` returns the exit code: 0, 2 for what is wrong with the command line or a configuration (found before anything is
-written), 1 for what goes wrong in a run.  ORTHO_VIT_TRACEBACK=1 shows where an error came from.
+written), 1 for what goes wrong in a run, 130 and 143 for what Ctrl-C or SIGTERM has stopped.  ORTHO_VIT_TRACEBACK=1
+shows where an error came from.
 """
 
 import argparse
 import logging
 import os
+import shlex
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -18,18 +21,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
 from ortho_vit.cli.run_folder import read_run
 from ortho_vit.errors import UsageError
+from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, is_trial
 from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
 from ortho_vit.training.reporting import History, describe, named_for, preview, progress_bar, summary
+from ortho_vit.training.stopping import Stopped, signals
 
 MAY_CHANGE = (
     "weights",
@@ -90,7 +96,8 @@ class CommandLine(LightningCLI):
     def __init__(self, arguments: list[str]) -> None:
         if not arguments or arguments[0].startswith("-"):
             arguments = ["fit", *arguments]
-        self._chosen = arguments[0]
+        self._chosen, self._arguments = arguments[0], arguments
+        self._is_new = False  # whether a folder has to be created for the run
         if self._chosen not in SUBCOMMANDS:
             raise UsageError(f"unknown sub-command {self._chosen!r}; there are {', '.join(SUBCOMMANDS)}")
         quiet = {"exit_on_error": False}
@@ -235,10 +242,11 @@ class CommandLine(LightningCLI):
         trainer, fitting = config.trainer, self.subcommand == "fit"
         if trainer.logger is None or trainer.logger is True:
             folder, name, version = trainer.default_root_dir, config.name, None
+            self._is_new = fitting
             if fitting and config.ckpt_path:
                 run = Path(config.ckpt_path).absolute().parent.parent
                 if (run / "config.yaml").is_file():  # continue where it was
-                    folder, name, version = run.parent, "", run.name
+                    folder, name, version, self._is_new = run.parent, "", run.name, False
             kwargs["logger"] = fitting and TensorBoardLogger(folder, name, version, default_hp_metric=False)
         return super().instantiate_trainer(**kwargs)
 
@@ -277,8 +285,10 @@ class CommandLine(LightningCLI):
         ):  # data that is missing or damaged is known before the run has a folder
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
-        self.trainer.fit(**kwargs)
         checkpoints: Checkpoints = config.checkpoints
+        if self.trainer.is_global_zero and not is_trial(self.trainer):
+            self._claim_folder(checkpoints)
+        self.trainer.fit(**kwargs)
         results: dict[str, Any] = {}
         if config.test_after_fit and not is_trial(self.trainer):
             best = checkpoints.best_path
@@ -297,6 +307,21 @@ class CommandLine(LightningCLI):
             )
             self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
 
+    def _claim_folder(self, checkpoints: Checkpoints) -> None:
+        """Before anything is written, and before other processes are started; they ask this one where to write."""
+        logger, trainer = self.trainer.logger, self.trainer
+        if self._is_new:
+            assert isinstance(logger, TensorBoardLogger)
+            folder = next_folder(Path(logger.root_dir), "version_")
+            version = int(folder.name.removeprefix("version_"))
+            trainer.logger = logger = TensorBoardLogger(
+                logger.save_dir, logger.name, version, default_hp_metric=False
+            )
+        if logger is None:
+            checkpoints.claim(Path(trainer.default_root_dir))
+        elif isinstance(logger, TensorBoardLogger):
+            checkpoints.claim(Path(logger.log_dir))
+
     def validate(self, **kwargs: Any) -> None:
         self._summarize(dict(self.trainer.validate(**kwargs | {"verbose": False})[0]), kwargs["ckpt_path"])
 
@@ -310,6 +335,23 @@ class CommandLine(LightningCLI):
         if writer.count:
             self._say(preview(writer.target))
         self._say(f"{writer.count} predictions in {writer.target}")
+
+    def stopped(self, stop: Stopped) -> str:
+        """Where training has stopped, and how to continue it."""
+        if stop.step is None or stop.steps is None:
+            launcher = self.trainer.strategy.launcher
+            if launcher is not None:  # not agreed with the processes that were started: they would wait
+                launcher.kill(signal.SIGTERM)
+            return _named(stop)
+        line = f"stopped at step {stop.step:,} of {stop.steps:,}"
+        last = self.config_init[self.subcommand].checkpoints.last_path
+        return f"{line}; continue with {_continuing(self._arguments, last)}" if last else line
+
+    def exit_code(self, stop: Stopped) -> int:
+        """Lightning kills the process that has started others if one of these ends with an error before it."""
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        launched = isinstance(environment, LightningEnvironment) and not self.trainer.is_global_zero
+        return 0 if launched and stop.step is not None else 128 + stop.signum
 
     def _say(self, line: str) -> None:
         if self.trainer.is_global_zero:
@@ -390,6 +432,34 @@ def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, 
     return [] if as_list[0] == as_list[1] else [(key, theirs, ours)]
 
 
+def _end(command: Any, stop: Stopped) -> int:
+    """Say where a command was stopped; the exit code."""
+    running = isinstance(command, CommandLine)  # and not still being parsed
+    first = command.trainer.is_global_zero if running else os.environ.get("LOCAL_RANK", "0") == "0"
+    line = command.stopped(stop) if running else _named(stop)
+    if first:
+        print(line, file=sys.stderr, flush=True)
+    return command.exit_code(stop) if running else 128 + stop.signum
+
+
+def _named(stop: Stopped) -> str:
+    return f"stopped by {signal.Signals(stop.signum).name}"
+
+
+def _continuing(arguments: list[str], checkpoint: Path) -> str:
+    """The command that goes on from a checkpoint, from the arguments of the one that was stopped."""
+    kept, rest = [], iter(arguments)
+    for argument in rest:
+        if argument == "--ckpt_path":
+            next(rest, None)
+        elif not argument.startswith("--ckpt_path="):
+            kept.append(argument)
+    program = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        program = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0]]
+    return shlex.join([*program, *kept, "--ckpt_path", str(checkpoint)])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -398,13 +468,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with warnings.catch_warnings():
+    with signals.handled(), warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
             warnings.filterwarnings(
                 "ignore", message=".*(many workers|smaller than the logging interval|LeafSpec).*"
             )
-        code = 2
+        code, command = 2, None
         try:
             command = Export(arguments[1:]) if arguments[0] == "export" else CommandLine(arguments)
             code = 1
@@ -414,6 +484,8 @@ def main(arguments: list[str] | None = None) -> int:
                 raise
             print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
             return code
+        except Stopped as stop:
+            return _end(command, stop)
         finally:
             if dist.is_available() and dist.is_initialized():
                 dist.destroy_process_group()  # while everything it needs is there; at exit it may not be

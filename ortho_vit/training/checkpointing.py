@@ -2,13 +2,14 @@
 
 They are written at the end of an epoch, after validation, and every `every_n_steps` optimizer steps within one, never
 between two batches whose gradients are being accumulated: from any of them a run continues exactly as it would have.
+A run that a signal stops writes one where it stops.  While a run goes on, no other can write into its folder.
 """
 
 import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import lightning as L
 import torch
@@ -16,7 +17,9 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ortho_vit.files import lock
 from ortho_vit.optim.base import all_finite
+from ortho_vit.training.stopping import signals
 from ortho_vit.training.weights import read_checkpoint
 
 
@@ -70,6 +73,56 @@ class Checkpoints(Checkpoint):
         self._io = AtomicCheckpointIO()
         self._validated = False
         self._saved_step = -1
+        self._claimed: Path | None = None
+        self._lock: IO[str] | None = None
+
+    # ----------------------------------------------------------------------------------- the run's folder
+
+    def claim(self, folder: Path) -> None:
+        """Lock the folder of a run until training ends.  Raises RuntimeError where another process trains in it."""
+        if self._claimed == folder.resolve():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock(folder / ".lock")
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"the run in {folder} is still going on ({error}); nothing was changed.  Wait until it has ended, or "
+                "stop it; without --ckpt_path a new run starts in a folder of its own"
+            ) from error
+        self._claimed = folder.resolve()
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = self._claimed = None
+
+    def _claim_for_all(self, trainer: L.Trainer, folder: Path) -> None:
+        """One process claims the folder, and all raise the error if it cannot."""
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                self.claim(folder)
+            except RuntimeError as error:
+                problem = str(error)
+        problem = trainer.strategy.broadcast(problem)
+        if problem is not None:
+            raise RuntimeError(problem)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For processes that are spawned: the lock remains with the one that starts them."""
+        return self.__dict__ | {"_lock": None}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.release()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self.release()
+
+    # ------------------------------------------------------------------------------------------- writing
 
     @property
     def last_path(self) -> Path | None:
@@ -96,7 +149,9 @@ class Checkpoints(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO()
         if stage == "fit" and not is_trial(trainer):
-            self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+            run = Path(trainer.log_dir or trainer.default_root_dir)
+            self._claim_for_all(trainer, run)
+            self.folder = run / "checkpoints"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         last, resumed = self.last_path, self._io.loaded
@@ -111,7 +166,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         loop = trainer.fit_loop.epoch_loop
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
-        if not (due or trainer.should_stop) or loop._should_accumulate():
+        if not (due or _is_stopping(trainer)) or loop._should_accumulate():
             return
         if not (loop.batch_progress.is_last_batch or self._validation_is_due(trainer)):
             self._save(trainer, improved=False)
@@ -139,7 +194,7 @@ class Checkpoints(Checkpoint):
         if self._improves(trainer) and self.folder is not None:
             self._require_finite(trainer)
             trainer.save_checkpoint(self.folder / "best.ckpt")
-        if trainer.should_stop:
+        if _is_stopping(trainer):
             self._save(trainer, improved=False)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -191,6 +246,11 @@ class Checkpoints(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_score, self._saved_step = state_dict["best_score"], state_dict["step"]
+
+
+def _is_stopping(trainer: L.Trainer) -> bool:
+    """Whether training ends after this step: a callback has asked for it, or a signal."""
+    return trainer.should_stop or bool(signals.agreed)
 
 
 def is_trial(trainer: L.Trainer) -> bool:

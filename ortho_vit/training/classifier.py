@@ -22,6 +22,7 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from ortho_vit.training.compile import compile_model
 from ortho_vit.training.finite_steps import FiniteSteps, Seen
 from ortho_vit.training.metrics import Mean, restore, state_of
 from ortho_vit.training.schedule import warmup_cosine
+from ortho_vit.training.stopping import StopOnSignal
 from ortho_vit.training.weights import (
     check_finite,
     check_manifold,
@@ -149,6 +151,9 @@ class Classifier(L.LightningModule):
             for parameter in found:
                 parameter.requires_grad_(False)
         self._require(any(p.requires_grad for p in self.model.parameters()), "freeze leaves nothing to train")
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [StopOnSignal()]
 
     def setup(self, stage: str) -> None:
         self.check_data(getattr(self.trainer, "datamodule", None))

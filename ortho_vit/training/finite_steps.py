@@ -1,8 +1,9 @@
 """Steps that are not finite: a loss or gradient that is nan or inf stops the run, or is left out of it.
 
 This is decided once for each optimizer step, after the backward pass of its last batch and before clipping, and by all
-processes alike.  A step that is left out changes no weight, no state of the optimizer and no statistics of the model;
-it has a number as any other, so the learning rate goes on.  Where batches are accumulated, all of the step is left out.
+processes alike; whether a signal has asked the run to stop is part of the same reduction.  A step that is left out
+changes no weight, no state of the optimizer and no statistics of the model; it has a number as any other, so the
+learning rate goes on.  Where batches are accumulated, all of the step is left out.
 
 Under `16-mixed` an infinite gradient is how the scale of the loss is found.  That is left to the scaler, which leaves
 out such steps by itself, and only the loss is looked at.
@@ -19,7 +20,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ortho_vit.optim.base import all_finite
-from ortho_vit.training.ranks import gathered
+from ortho_vit.training.ranks import gathered, largest
+from ortho_vit.training.stopping import signals
 
 PATIENCE = 100  # steps in a row that may be left out; a scale of 2^16 has come down to 2^-84 by then
 
@@ -60,7 +62,8 @@ class FiniteSteps:
         seen, scaler = self._seen, getattr(module.trainer.precision_plugin, "scaler", None)
         gradients = [] if scaler else [p.grad for p in module.parameters() if p.grad is not None]
         finite = all_finite([*(s.loss for s in seen), *gradients])
-        if module.trainer.strategy.reduce_boolean_decision(finite):
+        bad, signals.agreed = largest(module.trainer, not finite, signals.received)
+        if not bad:
             scale = scaler.get_scale() if scaler else 0.0
             step()
             if scaler and scaler.get_scale() < scale:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import lightning as L
+import torch
 import torch.distributed as dist
 
 
@@ -12,3 +14,11 @@ def gathered(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def largest(trainer: L.Trainer, *values: int) -> list[int]:
+    """The largest of each value over all processes, in one reduction; all of them must call this."""
+    if trainer.world_size == 1:
+        return list(values)
+    strategy = trainer.strategy
+    return strategy.reduce(torch.tensor(values, device=strategy.root_device), reduce_op="max").tolist()

@@ -10,7 +10,6 @@ lock            claimed by an OS lock (flock), which ends with the process that 
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import IO, Any, Literal
 
 from ortho_vit.errors import UsageError
 from ortho_vit.experiments.table1.rows import PRESETS, ROWS, Row
+from ortho_vit.files import try_lock
 from ortho_vit.training.recorder import write_json
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -149,7 +148,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             lock = stack.enter_context((self.folder / "lock").open("a+", encoding="utf-8"))
-            if not _lock(lock, fcntl.LOCK_EX, attempts=3) or self.result:
+            if not try_lock(lock, attempts=3) or self.result:
                 return None
             self.check()  # another sweep may have begun it meanwhile
             stack.pop_all()
@@ -190,21 +189,9 @@ class Run:
     def _is_claimed(self) -> bool:
         try:
             with (self.folder / "lock").open(encoding="utf-8") as lock:
-                return not _lock(lock, fcntl.LOCK_SH)
+                return not try_lock(lock, shared=True)
         except FileNotFoundError:
             return False
-
-
-def _lock(file: IO[str], kind: int, attempts: int = 1) -> bool:
-    """Try for a lock, more than once where a look at the state may be in the way for an instant."""
-    for attempt in range(attempts):
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if attempt + 1 < attempts:
-                time.sleep(0.05)
-    return False
 
 
 def _options(arguments: Sequence[str]) -> list[str]:

@@ -77,6 +77,8 @@ def _take_note(run: Run, code: int, outcome: Outcome, say: Say) -> None:
     result = run.result
     if result is None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else run.error
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            how = f"was stopped by {signal.Signals(code - 128).name}"
         outcome.failed[run.name] = how
         say(f"failed {run.name}: {how}")
         return

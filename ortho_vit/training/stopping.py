@@ -1,0 +1,140 @@
+"""SIGTERM and Ctrl-C: a run ends after an optimizer step, in all its processes, with a checkpoint of that step.
+
+During training a signal is only noted.  The processes of a run agree on it in the reduction that each optimizer step
+has anyway (nonfinite.py), so a signal to one of them is enough, and all end after the same step: `Checkpoints` writes
+`last.ckpt`, and `Stopped` is raised before the next batch.  A second Ctrl-C ends the process at once.  At any other
+time there is nothing to save, and `Stopped` is raised wherever the signal arrives.
+
+Lightning's own handler of SIGTERM starts a broadcast wherever the signal arrives, which the other processes do not
+expect, and ends the run without an exit code; so it is replaced.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ortho_vit.training.ranks import largest
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+ONE_PRESS = 1.0  # seconds in which a second SIGINT is the same Ctrl-C, forwarded by a launcher
+WORKER_SECONDS = 10  # that a worker of a data loader goes on after SIGTERM, for the run to stop first
+
+
+class Stopped(SystemExit):
+    """A signal has ended a command.  The exit code is the shell's for that signal: 130 or 143.
+
+    `step` of `steps` is where training stopped, in all processes; None where it was not under way.
+    """
+
+    def __init__(self, signum: int, step: int | None = None, steps: int | None = None) -> None:
+        super().__init__(128 + signum)
+        self.signum, self.step, self.steps = signum, step, steps
+
+
+class Signals:
+    """What the signals to this process ask for."""
+
+    def __init__(self) -> None:
+        self.received = 0  # the number of the signal
+        self.agreed = 0  # by all processes of the run
+        self._at_step = False  # whether to wait for the end of an optimizer step
+        self._since = 0.0
+        self._process = os.getpid()
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Raise Stopped for a signal that arrives within this context."""
+        before = {number: signal.getsignal(number) for number in NUMBERS}
+        self.received = self.agreed = 0
+        self.install()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Handle the signals that are not ignored, as SIGINT is in a shell's background jobs."""
+        self._process = os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            for number in NUMBERS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self._handle)
+
+    def wait_for_step(self, wait: bool) -> None:
+        """From now on note signals, instead of raising Stopped at once."""
+        self._at_step = wait
+        if wait:
+            self.received = self.agreed = 0
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker of a data loader, which has inherited the handler
+            if signum == signal.SIGTERM:
+                signal.alarm(WORKER_SECONDS)
+            return
+        first, now = not self.received, time.monotonic()
+        if signum == signal.SIGINT and not first and now - self._since > ONE_PRESS:
+            os._exit(128 + signum)
+        self.received = max(self.received, signum)
+        if not first:
+            return
+        self._since = now
+        if not self._at_step:
+            raise Stopped(signum)
+        if signum == signal.SIGINT and sys.stderr.isatty():  # not by `print`, which may have been interrupted
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+
+signals = Signals()
+
+
+class StopOnSignal(Callback):
+    """Ends training where the processes of the run have agreed to stop."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # private, since there is no hook between this registration and the first barrier of the run
+        connector = trainer._signal_connector
+        connector.register_signal_handlers = partial(_register, connector)  # type: ignore[method-assign]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._steps = int(trainer.estimated_stepping_batches)
+        signals.wait_for_step(True)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if signals.agreed:
+            self._stop(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        (signals.agreed,) = largest(trainer, signals.received)
+        if signals.agreed:
+            self._stop(trainer)
+        signals.wait_for_step(False)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            signals.wait_for_step(False)
+
+    def _stop(self, trainer: L.Trainer) -> None:
+        raise Stopped(signals.agreed, trainer.global_step, self._steps)
+
+
+def _register(connector: Any) -> None:
+    type(connector).register_signal_handlers(connector)  # keeps SLURM's requeueing on SIGUSR1
+    signals.install()
