@@ -5,7 +5,7 @@ Nothing is imported before it is used: `import ortho_vit.optim` needs torch and 
 
 import importlib
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from ortho_vit._moved import MovedModules
@@ -49,8 +49,22 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
 
 
+class _TorchvisionCheck(MetaPathFinder):
+    """Runs the work-around in `_torchvision.py` before torchvision is first imported, where its build is not torch's."""
+
+    done = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "torchvision" and not self.done:
+            self.done = True
+            if _build("torch") != _build("torchvision"):
+                from ortho_vit import _torchvision  # noqa: F401
+
+
 def _build(package: str) -> str:
     """The part of an installed version after its "+", such as "cpu"; empty for a package index's own build."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package).partition("+")[2]
     except PackageNotFoundError:
@@ -58,5 +72,4 @@ def _build(package: str) -> str:
 
 
 sys.meta_path.append(MovedModules())
-if _build("torch") != _build("torchvision"):
-    from ortho_vit import _torchvision  # noqa: F401  (before anything imports torchvision)
+sys.meta_path.insert(0, _TorchvisionCheck())

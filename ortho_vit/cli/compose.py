@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from ortho_vit.errors import UsageError
+from ortho_vit.resources import configs_folder
 
 MOST_VALUES = 10_000  # of one file; ours have some fifty
 
@@ -35,7 +36,7 @@ def expand(arguments: list[str]) -> list[str]:
             value = next(rest, "")
         if not value:
             raise UsageError("--config needs a file")
-        for text in texts_of(Path(value), ()):
+        for text in texts_of(find_config(value), ()):
             expanded += ["--config", text]
     return expanded
 
@@ -62,8 +63,19 @@ def config_files(arguments: list[str]) -> list[Path]:
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name in ("-c", "--config"):
-            files.append(Path(value if equals else following))
+            files.append(find_config(value if equals else following))
     return files
+
+
+def find_config(name: str, folder: Path = Path()) -> Path:
+    """The file `name` in a folder, by default the working directory, otherwise that of the package's own configurations.
+
+    Those are found as `quickstart.yaml` and as `configs/quickstart.yaml`.
+    """
+    path, packaged = folder / name, configs_folder()
+    if path.exists():
+        return path
+    return next((file for place in (packaged, packaged.parent) if (file := place / name).is_file()), path)
 
 
 def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
@@ -84,7 +96,7 @@ def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
             if not all(isinstance(base, yaml.ScalarNode) for base in bases):
                 raise UsageError(f"{path}: base must be a file or a list of files")
             for base in bases:
-                yield from texts_of(path.parent / base.value, (*chain, resolved))
+                yield from texts_of(find_config(base.value, path.parent), (*chain, resolved))
         elif key.value in ("model", "trainer") and not isinstance(value, yaml.MappingNode):
             raise UsageError(f"{_at(key, path)}: {key.value} must hold keys, each with its value")
     node.value = [(key, value) for key, value in node.value if key.value != "base"]

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from ortho_vit.cli.compose import explain
+from ortho_vit.cli.entry import program
 from ortho_vit.cli.run_folder import config_beside, read_config, read_run
 from ortho_vit.errors import UsageError
 from ortho_vit.models import save_checkpoint, weights
 from ortho_vit.models.card import NAME
 from ortho_vit.models.weights import check_weights
+from ortho_vit.resources import output_folder
 from ortho_vit.training.classifier import Classifier, class_at
 from ortho_vit.training.reporting import named_for, summary
 
@@ -44,12 +46,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python train.py export", description=__doc__, allow_abbrev=False)
+    parser = Parser(
+        f"{program()} export", description=__doc__.replace("python train.py", program()), allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--ckpt_path", metavar="FILE", help="checkpoint of the run")
     add("--name", help="architecture.tag, or the tag alone")
-    add("--folder", default=str(weights.FOLDER), help="where to (default: the repository's checkpoints/)")
+    add("--folder", default=str(output_folder()), help="where to (default: %(default)s)")
     add("--overwrite", choices=("true", "false"), default="false", help="replace weights of that name")
     add("--config", metavar="FILE", help="the run's config.yaml, where it is not beside the checkpoint")
     add(
@@ -127,7 +131,7 @@ class Export:
     def _command(self) -> str:
         """What measures the accuracy again: by name from the repository's folder, otherwise by path."""
         own = self.target.parent.resolve() == weights.FOLDER
-        return f"python train.py test --weights {self.name if own else shlex.quote(str(self.target))}"
+        return f"{program()} test --weights {self.name if own else shlex.quote(str(self.target))}"
 
     def _arguments(self) -> dict[str, Any]:
         arguments = self.hparams["model_kwargs"] or {}

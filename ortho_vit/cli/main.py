@@ -24,6 +24,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
+from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
 from ortho_vit.cli.run_folder import read_run
@@ -44,37 +45,6 @@ MAY_CHANGE = (
     "optimizer.init_args.shard_stiefel",
 )  # in a run that is resumed
 SUBCOMMANDS = ("fit", "validate", "test", "predict", "export")
-
-HELP = """\
-Train, evaluate and use Vision Transformers with orthogonal attention.
-
-    python train.py --config FILE.yaml [--key value ...]                train (the same as `fit`)
-    python train.py fit      --config FILE.yaml --ckpt_path last        continue a run that was interrupted
-    python train.py test     --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
-    python train.py validate --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
-    python train.py predict  --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt --predictions.path OUT.csv
-    python train.py predict  --weights NAME --pictures FOLDER           what trained weights see in your pictures
-    python train.py test     --weights NAME                             measure the accuracy that their card claims
-    python train.py export   --ckpt_path RUN/checkpoints/best.ckpt --name TAG    a run becomes such weights
-
-Start with   python train.py --config configs/quickstart.yaml
-
-Several --config compose, the later wins; a file builds on others by `base: [other.yaml]`.  Any key of a file is an
-option too:
-
-    --model.name NAME                 the model: ortho_vit_cifar, ortho_vit_nano, ... or any of timm's
-    --model.constraint within         orthonormal W^Q, W^K within each head, across heads, or null
-    --model.optimizer StiefelSGD --model.optimizer.lr 0.15
-    --model.weights FILE              start from these weights
-    --data CIFAR10 --data.root DIR --data.batch_size 128
-    --trainer.max_epochs 200 --trainer.default_root_dir runs --trainer.accelerator gpu --trainer.devices 4
-    --name NAME                       where below default_root_dir the run's folder goes
-    --seed_everything 0
-    --test_after_fit true             test the best checkpoint at the end
-
-    --print_config                    show the whole configuration, composed, and stop
-    fit --help                        every option;  fit --data.help CIFAR10  those of a class
-"""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -302,9 +272,7 @@ class CommandLine(LightningCLI):
         self._summarize(results)
         if self.trainer.log_dir and checkpoints.best_path:
             run = Path(self.trainer.log_dir)
-            command = (
-                f"python train.py test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
-            )
+            command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
             self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
 
     def _claim_folder(self, checkpoints: Checkpoints) -> None:
@@ -454,18 +422,14 @@ def _continuing(arguments: list[str], checkpoint: Path) -> str:
             next(rest, None)
         elif not argument.startswith("--ckpt_path="):
             kept.append(argument)
-    program = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name]
+    start = program()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        program = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0]]
-    return shlex.join([*program, *kept, "--ckpt_path", str(checkpoint)])
+        start = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {sys.argv[0]}"
+    return f"{start} {shlex.join([*kept, '--ckpt_path', str(checkpoint)])}"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Run a command; the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with signals.handled(), warnings.catch_warnings():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ortho_vit.models.card import Card
 from ortho_vit.models.weights import FOLDER, available, find_checkpoint
+from ortho_vit.resources import output_folder
 
 HEAD = """\
 # Trained weights
@@ -48,7 +49,7 @@ def catalogue(folder: Path = FOLDER) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else FOLDER
+    folder = Path(arguments[0]) if arguments else output_folder()
     if not available(folder):
         print(f"error: no checkpoints in {folder}", file=sys.stderr)
         return 1

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError
 from ortho_vit.models.card import Card, Golden, golden_logits
-from ortho_vit.models.weights import FOLDER, Checkpoint, check_weights, load_checkpoint, write_whole
+from ortho_vit.models.weights import Checkpoint, check_weights, load_checkpoint, write_whole
+from ortho_vit.resources import output_folder
 from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["export_for_hub", "save_checkpoint"]
@@ -52,13 +53,13 @@ def save_checkpoint(
         accuracy: as measured by `command`, such as {"test/top1": 0.83}.
         optimizer: class and arguments; together with `recipe`, what it takes to train it again.
         arguments: of the architecture, where they are not its defaults.
-        folder: by default the repository's checkpoints/.
+        folder: by default the repository's checkpoints/, or ./checkpoints where the package is installed.
 
     Before anything is kept, the weights must be finite and on the manifold, and what was written must load again and
     give the same logits.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    target = Path(folder or FOLDER) / f"{name}.safetensors"
+    target = Path(folder or output_folder()) / f"{name}.safetensors"
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists already; overwrite=True replaces it")
     check_weights(model, name)

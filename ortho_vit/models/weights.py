@@ -29,11 +29,12 @@ from ortho_vit.models.card import NAME, Card
 from ortho_vit.models.core import CoredLinear
 from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
 from ortho_vit.parameter import stiefel_parameters
+from ortho_vit.resources import checkpoints_folder
 from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["Checkpoint", "available", "find_checkpoint", "load_checkpoint"]
 
-FOLDER = Path(__file__).resolve().parents[2] / "checkpoints"
+FOLDER = checkpoints_folder()
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}  # max |X Xᵀ − I|; narrower types round by more
 ROUNDED_TOLERANCE = 5e-2
 

@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 
 from ortho_vit import create_model, orthogonality_error
+from ortho_vit.cli import entry
 from ortho_vit.cli.export import sample
 from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
@@ -322,7 +323,7 @@ def test_a_card_cannot_name_code_of_elsewhere(folder, capsys, data):
 
 
 def test_export_is_in_the_help(capsys):
-    assert main(["--help"]) == 0
+    assert entry.main(["--help"]) == 0
     assert "python train.py export " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["export", "--help"])

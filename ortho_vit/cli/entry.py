@@ -1,0 +1,78 @@
+"""The entry point of `train.py` and `ortho-vit`: help and version at once, everything else by `main`.
+
+Importing Lightning and timm takes seconds, so it waits until a command needs them.
+"""
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+from ortho_vit import __version__
+
+HELP = """\
+Train, evaluate and use Vision Transformers with orthogonal attention.
+
+    {program} --config FILE.yaml [--key value ...]                train (the same as `fit`)
+    {program} fit      --config FILE.yaml --ckpt_path last        continue a run that was interrupted
+    {program} test     --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
+    {program} validate --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt
+    {program} predict  --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt --predictions.path OUT.csv
+    {program} predict  --weights NAME --pictures FOLDER           what trained weights see in your images
+    {program} test     --weights NAME                             measure the accuracy that their card claims
+    {program} export   --ckpt_path RUN/checkpoints/best.ckpt --name TAG    a run becomes such weights
+
+Start with   {program} --config quickstart.yaml
+
+A FILE.yaml that is not in the working directory is looked up among the configurations of the package.  Several
+--config compose, the later wins; a file builds on others by `base: [other.yaml]`.  Any key of a file is an option too:
+
+    --model.name NAME                 the model: ortho_vit_cifar, ortho_vit_nano, ... or any of timm's
+    --model.constraint within         orthonormal W^Q, W^K within each head, across heads, or null
+    --model.optimizer StiefelSGD --model.optimizer.lr 0.15
+    --model.weights FILE              start from these weights
+    --data CIFAR10 --data.root DIR --data.batch_size 128
+    --trainer.max_epochs 200 --trainer.default_root_dir runs --trainer.accelerator gpu --trainer.devices 4
+    --name NAME                       where below default_root_dir the run's folder goes
+    --seed_everything 0
+    --test_after_fit true             test the best checkpoint at the end
+
+    --print_config                    show the whole configuration, composed, and stop
+    fit --help                        every option;  fit --data.help CIFAR10  those of a class
+    --version                         the version of ortho_vit
+"""
+
+
+def program() -> str:
+    """What a user types to run this command line."""
+    return "ortho-vit" if Path(sys.argv[0]).stem == "ortho-vit" else "python train.py"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    if arguments is None:
+        _exit_quietly_on_signals()
+        arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP.format(program=program()), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"ortho_vit {__version__}")
+        return 0
+    # Threads that wait for work should sleep: if they spin, a small model is several times slower on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+    from ortho_vit.cli.main import main as run
+    from ortho_vit.training.memory import keep_freed_memory
+
+    keep_freed_memory()
+    code = run(arguments)
+    gc.freeze()  # the interpreter's last garbage collections would take seconds
+    return code
+
+
+def _exit_quietly_on_signals() -> None:
+    """Until the command line handles signals itself: the imports take seconds, in which Ctrl-C would print a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: os._exit(128 + number))

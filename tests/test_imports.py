@@ -1,0 +1,70 @@
+"""What importing the package costs, and which of its parts may import which."""
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.helpers.import_graph import BLOCK, PAGE, ROOT, draw, third_party, violations
+
+SCRIPT = """
+import json, sys
+import ortho_vit
+from ortho_vit.cli.entry import main
+main(["--help"])
+main(["--version"])
+light = sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names)
+
+import torch
+before, touched = set(sys.modules), []
+sys.addaudithook(lambda event, args: touched.append(str(args[0])) if event in ("open", "os.listdir", "os.scandir") else None)
+import ortho_vit.optim, ortho_vit.transport
+added = sorted({name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)
+print(json.dumps({"light": light, "added": added, "touched": touched}))
+"""
+DISTRIBUTIONS = {"PIL": "Pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}  # where the names differ
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, list[str]]:
+    """What a fresh process has loaded and read: before torch, and after the optimizers."""
+    command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1]) | {"printed": done.stdout.splitlines()}
+
+
+def test_help_and_version_import_nothing_but_the_package(fresh):
+    loaded = [name for name in fresh["light"] if not name.startswith(("_", "__editable__", "distutils"))]
+    assert loaded == ["ortho_vit"]
+    assert fresh["printed"][0].startswith("Train, evaluate and use")
+
+
+def test_the_optimizers_import_torch_and_nothing_else(fresh):
+    assert set(fresh["added"]) - {"torch"} == {"ortho_vit"}
+
+
+def test_the_optimizers_read_no_file_but_their_source(fresh):
+    for path in fresh["touched"]:
+        assert "checkpoints" not in path, path
+        assert "configs" not in path, path
+        assert ".dist-info" not in path, path
+
+
+def test_the_arrows_of_the_design_hold():
+    assert violations() == []
+
+
+def test_the_graph_in_contributing_is_the_packages():
+    block = BLOCK.search(PAGE.read_text(encoding="utf-8"))
+    assert block is not None
+    assert block[0] == block[1] + draw() + block[2], "python -m tests.helpers.import_graph --write"
+
+
+def test_every_import_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {requirement.partition(">=")[0].partition("[")[0] for group in groups for requirement in group}
+    imported = {DISTRIBUTIONS.get(name, name) for names in third_party().values() for name in names}
+    assert imported <= declared
