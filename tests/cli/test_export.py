@@ -17,7 +17,7 @@ from ortho_vit.cli.export import sample
 from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.models import Checkpoint
-from ortho_vit.models.catalogue import catalogue
+from ortho_vit.models.hub import catalogue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -236,8 +236,8 @@ def test_a_checkpoint_without_its_configuration_is_refused(folder, capsys):
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        ("model.blocks.0.attn.qkv.weight", lambda x: x * 1.01, "blocks.0.attn.qkv.weight is off the Stiefel manifold"),
-        ("model.norm.weight", lambda x: x * torch.nan, "norm.weight has entries that are not finite"),
+        ("model.blocks.0.attn.qkv.weight", lambda x: x * 1.01, "blocks.0.attn.qkv.weight' is off the manifold"),
+        ("model.norm.weight", lambda x: x * torch.nan, "norm.weight' has entries that are not finite"),
         ("model.norm.weight", lambda x: x[:5], "its weights do not fit the model it describes"),
     ],
 )  # fmt: skip
@@ -294,7 +294,7 @@ def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
-        ("predict --weights ortho_vit_digits.smll --pictures .", 2, "no checkpoint 'ortho_vit_digits.smll' in zoo; it has "),
+        ("predict --weights ortho_vit_digits.smll --pictures .", 2, "no checkpoint 'ortho_vit_digits.smll' in zoo or "),
         ("predict --weights gone.safetensors --pictures .", 2, "gone.safetensors: no such file"),
         ("predict --weights", 2, "--weights needs a value"),
         ("predict --pictures .", 2, "--pictures needs --weights NAME"),

@@ -136,5 +136,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, message):
 
 
 def test_a_bad_constraint_is_told_the_good_ones():
-    with pytest.raises(ValueError, match="constraint must be one of 'within', 'across', None, got 'both'"):
+    with pytest.raises(
+        ValueError, match=r"constraint must be 'within', 'across', None or the number of .*, got 'both'"
+    ):
         create_model("ortho_vit_pico", constraint="both")

@@ -95,12 +95,12 @@ def damage(kind, path, state):
     ("kind", "message"),
     [
         ("missing", "no checkpoint"),
-        ("truncated", "is damaged or no checkpoint"),
+        ("truncated", "is damaged or not a checkpoint"),
         ("pickle", "is refused: it holds more than tensors"),
         ("architecture", "is of another architecture: it has no"),
         ("depth", "is of another architecture: it has no 'blocks.2"),
         ("nan", "is refused: 'norm.weight' has entries that are not finite"),
-        ("list", "is no checkpoint: it holds a list"),
+        ("list", "is not a checkpoint: it holds a list"),
         ("text", "is refused|is damaged"),
     ],
 )
@@ -115,13 +115,16 @@ def test_bad_files_are_refused_in_a_line(kind, message, tmp_path, capsys):
 
 def test_a_damaged_safetensors_file_is_refused(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
-    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
         make_classifier(weights=str(tmp_path / "w.safetensors"))
 
 
 def test_weights_that_are_neither_a_file_nor_the_models_say_so():
-    with pytest.raises(ValueError, match="neither a file nor the name of weights"):
-        make_classifier(weights="ortho_vit_nano.cifar10")
+    with pytest.raises(
+        ValueError,
+        match=r"no checkpoint 'ortho_vit_nano.cifar10_within_sgd' in .*; did you mean 'ortho_vit_nano.cifar",
+    ):
+        make_classifier(weights="ortho_vit_nano.cifar10_within_sgd")
 
 
 # ------------------------------------------------------------------------------------------- off the manifold
