@@ -162,7 +162,7 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
 
     `timm.create_model("local-dir:<folder>", pretrained=True)` loads it, and so does "hf-hub:<user>/<name>" once uploaded.
     Neither needs `ortho_vit`: the weights are plain tensors, with cores and scales multiplied in, and the architecture is
-    timm's.
+    timm's.  Only `ortho_vit_compact`, whose stem timm does not have, needs `ortho_vit.models` to be imported.
     """
     card = checkpoint.card
     model = release(load_checkpoint(checkpoint))
@@ -180,6 +180,8 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
 
 def _timm_architecture(card: Card) -> tuple[str, dict[str, Any]]:
     """The name and the arguments by which timm itself builds a card's model."""
+    if card.architecture == "ortho_vit_compact":
+        return card.architecture, card.spec.arguments | {"constraint": "none"}
     if card.architecture not in SIZES:
         return card.architecture, card.spec.arguments
     _, channels, *size = card.golden.shape

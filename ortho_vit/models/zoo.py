@@ -4,13 +4,14 @@
     ortho_vit_digits                  8×8×1     4       64      3       4      2       0.1 M
     ortho_vit_pico                   32×32      8       96      4       6      2       0.3 M
     ortho_vit_nano                   32×32      4       96      4       6      2       0.3 M
+    ortho_vit_compact                32×32     (4)     128      2       2      1       0.3 M   convolutional stem
     ortho_vit_cifar                  32×32      4      384      7      12      1       6.3 M   the paper's
     ortho_vit_tiny_patch16_224      224×224    16      192     12       3      4       5.7 M   DeiT's
     ortho_vit_small_patch16_224     224×224    16      384     12       6      4        22 M   DeiT's
     ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
 
-Each is timm's `VisionTransformer`, registered with timm.  Besides timm's own keywords each takes those of `create_model`;
-there `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
+Each is timm's `VisionTransformer`, registered with timm, as are our optimizers.  Besides timm's own keywords each takes
+those of `create_model`; there `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
 
 Tags are looked up when a model is created, so that importing this module does not look at the disk.  The price is that
 `timm.list_models(pretrained=True)` does not list our weights; `ortho_vit.list_models(pretrained=True)` does.
@@ -31,10 +32,13 @@ from timm.models import (
     resolve_pretrained_cfg,
 )
 from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.optim import OptimInfo
+from timm.optim._optim_factory import default_registry
 from torch import nn
 
 from ortho_vit.errors import CheckpointError, did_you_mean
 from ortho_vit.models.card import Card
+from ortho_vit.models.compact import CompactTransformer
 from ortho_vit.models.orthogonalize import Projections, orthogonalize, release
 from ortho_vit.models.spec import Choice, ModelSpec, resolve
 from ortho_vit.models.weights import (
@@ -55,6 +59,7 @@ DIGITS = {**INPUT, "input_size": (1, 8, 8), "num_classes": 10, "crop_pct": 1.0}
 DIGITS |= {"mean": (0.3053,), "std": (0.3759,)}
 CIFAR = {**INPUT, "input_size": (3, 32, 32), "num_classes": 10, "crop_pct": 1.0}
 CIFAR |= {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
+COMPACT = {**CIFAR, "first_conv": "patch_embed.layers.0"}
 IMAGENET = {**INPUT, "input_size": (3, 224, 224), "num_classes": 1000, "crop_pct": 0.9}
 
 default_cfgs = generate_default_cfgs(
@@ -62,6 +67,7 @@ default_cfgs = generate_default_cfgs(
         "ortho_vit_digits": DIGITS,
         "ortho_vit_pico": CIFAR,
         "ortho_vit_nano": CIFAR,
+        "ortho_vit_compact": COMPACT,
         "ortho_vit_cifar": CIFAR,
         "ortho_vit_tiny_patch16_224": IMAGENET,
         "ortho_vit_small_patch16_224": IMAGENET,
@@ -79,6 +85,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "ortho_vit_nano": {
         "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False,
     },
+    "ortho_vit_compact": {
+        "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 2, "mlp_ratio": 1, "qkv_bias": False,
+        "class_token": False, "global_pool": "avg", "fc_norm": False,
+    },
     # Kong, Wang & Tao (ICLR 2023), section 4.2: 6,260,746 parameters
     "ortho_vit_cifar": {
         "patch_size": 4, "embed_dim": 384, "depth": 7, "num_heads": 12, "mlp_ratio": 1, "qkv_bias": False,
@@ -87,6 +97,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "ortho_vit_small_patch16_224": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
     "ortho_vit_base_patch16_224": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
 }  # fmt: skip
+
+
+OPTIMIZERS = (
+    "StiefelSGD", "StiefelAdam", "StiefelAdamW", "MomentumlessStiefelSGD", "ProjectedStiefelSGD", "ProjectedStiefelAdam",
+    "RegularizedSGD", "RegularizedAdam",
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- by name
@@ -329,7 +345,7 @@ def _build_ours(
             f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would be ignored"
         )
     return build_model_with_cfg(
-        VisionTransformer,
+        CompactTransformer if name == "ortho_vit_compact" else VisionTransformer,
         name,
         pretrained=hub is not None,
         pretrained_cfg=cfg.to_dict(),
@@ -377,5 +393,21 @@ def _from_hub(
     return model
 
 
+def _register_optimizers() -> None:
+    """Let `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")` know ours; timm imports one when it is asked for."""
+    for name in OPTIMIZERS:
+        adaptive = "Adam" in name
+        info = OptimInfo(
+            name=name.lower(),
+            opt_class=f"ortho_vit.optim.{name}",
+            description=f"{name} of ortho_vit, for models with orthonormal weights",
+            has_eps=adaptive,
+            has_betas=adaptive,
+            has_momentum=not adaptive,
+        )
+        default_registry.register(info)
+
+
 for _name in SIZES:
     globals()[_name] = register_model(_entry_point(_name))
+_register_optimizers()
