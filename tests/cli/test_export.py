@@ -104,8 +104,10 @@ def test_the_card_is_filled_from_the_run(folder):
     card.check_golden(create_model(NAME, pretrained=True))
 
 
-def test_the_golden_pictures_are_of_the_test_set_and_of_different_classes(folder):
-    golden = Checkpoint.open(f"zoo/{NAME}.json").card.golden
+def test_the_golden_images_are_of_the_test_set_where_that_is_asked_for(folder):
+    assert Checkpoint.open(f"zoo/{NAME}.json").card.golden.pixels == "synthetic"
+    assert export(folder, "--name", "shown", "--golden_images", "true") == 0
+    golden = Checkpoint.open("zoo/ortho_vit_digits.shown.json").card.golden
     images, labels = Digits().read(train=False)
     assert len(set(golden.labels)) == len(golden.images()) == 8
     for image, label in zip(golden.images(), golden.labels, strict=True):
@@ -181,7 +183,11 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
     assert export(folder, "--ckpt_path", "runs/own/version_0/checkpoints/last.ckpt", "--name", "own") == 0
     card = Checkpoint.open("zoo/ortho_vit_pico.own.json").card
     assert card.classes == ["cat", "dog"]
-    assert len(card.golden.labels) == 2
+    assert (card.golden.labels, card.golden.pixels) == (
+        [],
+        "synthetic",
+    )  # none of the user's images unless asked for
+    assert (card.crop_pct, card.licence) == (0.875, "unknown")
     assert "root" not in card.recipe["data"]["init_args"]
     assert list(card.accuracy) == ["val/accuracy"]  # there is no folder of test pictures
     assert f"{card.accuracy['val/accuracy']:.2%} (validation)" in catalogue(folder / "zoo")
