@@ -23,17 +23,17 @@ SYNTHETIC = "synthetic"
 
 
 def synthetic_images(shape: Sequence[int]) -> Tensor:
-    """Images (n, channels, height, width) of uint8 noise, in squares of 1, 2, 4 or 8 pixels: the same on every machine."""
+    """Images (n, channels, height, width) of uint8 noise in squares of 1, 2 or 4 pixels: the same on every machine."""
     n, channels, height, width = shape
     images = []
     for i in range(n):
-        size = 2 ** (i % 4)
+        size = 2 ** (i % 3)
         c, y, x = torch.meshgrid(*(torch.arange(k) for k in (channels, height, width)), indexing="ij")
-        index = ((i * channels + c) * 4096 + y // size) * 4096 + x // size
-        for _ in range(2):  # an integer hash: multiply, then fold the high bits into the low ones
-            index = (index * 2654435761) % 2**32
-            index = index ^ (index >> 15)
-        images.append((index >> 8) % 256)
+        value = ((i * channels + c) * 4096 + y // size) * 4096 + x // size + 1
+        for _ in range(3):  # an integer hash: multiply, then fold the high bits into the low ones
+            value = (value * 73244475) % 2**32
+            value = value ^ (value >> 16)
+        images.append(value % 256)
     return torch.stack(images).to(torch.uint8)
 
 

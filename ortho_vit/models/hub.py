@@ -145,13 +145,11 @@ def _write_checked(target: Path, weights: bytes, card: Card, overwrite: bool) ->
         try:
             write_whole(staged(target), weights)
             card.check_golden(load_checkpoint(Checkpoint(card, staged(target))))
+            write_whole(staged(target.with_suffix(".json")), text.encode())
         except BaseException:
             staged(target).unlink(missing_ok=True)
             raise
-        write_whole(
-            staged(target.with_suffix(".json")), text.encode()
-        )  # from here on the export will be completed
-        publish(target)
+        publish(target)  # if this is interrupted, whoever looks next completes it
 
 
 # ----------------------------------------------------------------------------------------------------- the hub

@@ -768,7 +768,7 @@ TENSORS = {
         call(orthogonalize, spoiled_attention(0.0), "across"), "qkv.weight: .*rank-deficient .*init='random' starts from"),
     "more rows than dimensions across heads": (
         call(orthogonalize, Widening(), "across"), "cannot be orthonormal across heads: .*; use constraint='within'"),
-.*'inside'"),
+    "an unknown constraint": (call(orthogonalize, nn.Linear(2, 3), "inside"), "constraint must be 'within', .*'inside'"),
     "a model without attention": (call(orthogonalize, nn.Linear(2, 3), "within"), "no attention found in Linear; looked"),
     "a model that is not there": (call(create_model, "ortho_vit_pcio"), "unknown model .*did you mean 'ortho_vit_pico'"),
 }  # fmt: skip
