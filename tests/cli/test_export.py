@@ -255,6 +255,44 @@ def test_weights_that_are_no_good_are_refused(folder, capsys, key, change, messa
     refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_run_in_low_precision_is_exported_in_float32_and_on_the_manifold(tmp_path, dtype):
+    """bf16-true and 16-true; the run was written by version 0.1."""
+    run = REPOSITORY / "tests/fixtures/v0_1/command_line_within_sgd_bfloat16"
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    checkpoint["state_dict"] = {key: value.to(dtype) for key, value in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, tmp_path / "run/checkpoints/last.ckpt")
+    assert export(tmp_path, "--name", "low") == 0
+    model = create_model(f"{tmp_path}/zoo/ortho_vit_digits.low.safetensors", pretrained=True, verify=True)
+    assert orthogonality_error(model) < 2e-6
+    for name, x in model.state_dict().items():
+        stored = checkpoint["state_dict"][f"model.{name}"].float()
+        assert x.dtype == torch.float32
+        assert (x - stored).abs().max() < 1e-2
+        assert "qkv" in name or torch.equal(x, stored)
+
+
+def test_integers_among_the_weights_of_a_run_are_refused(folder, capsys):
+    path = "run/checkpoints/last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["model.head.weight"] = (
+        checkpoint["state_dict"]["model.head.weight"].mul(9).long()
+    )
+    torch.save(checkpoint, path)
+    message = (
+        "run/checkpoints/last.ckpt is refused: its 'model.head.weight' is torch.int64, not torch.float32"
+    )
+    refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
+    refuses(["test", "--config", "run/config.yaml", "--ckpt_path", path], 1, message, capsys)
+    refuses(
+        ["test", "--config", "run/config.yaml", "--model.weights", path],
+        2,
+        message.replace("model.h", "h"),
+        capsys,
+    )
+
+
 # ------------------------------------------------------------------------------------- trained weights, by their name
 
 

@@ -1,4 +1,5 @@
 import pickle
+import zipfile
 from functools import partial
 
 import pytest
@@ -111,6 +112,21 @@ def test_bad_files_are_refused_in_a_line(kind, message, tmp_path, capsys):
         make_classifier(weights=str(path))
     assert "\n" not in str(caught.value)
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_compressed_records_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
+    """64 MB of zeros in a file of 64 kB: torch never compresses."""
+    plain, bomb = tmp_path / "plain.ckpt", tmp_path / "bomb.ckpt"
+    torch.save({"x": torch.zeros(2**24)}, plain)
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in archive.namelist():
+            target.writestr(name, archive.read(name))
+    assert bomb.stat().st_size < 100_000
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)  # nothing is read
+    with pytest.raises(
+        ValueError, match=r"bomb.ckpt is refused: its records are compressed, which torch never does"
+    ):
+        make_classifier(weights=str(bomb))
 
 
 def test_a_damaged_safetensors_file_is_refused(tmp_path):
