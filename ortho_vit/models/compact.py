@@ -40,7 +40,7 @@ class ConvolutionalStem(nn.Module):
                 f"patch_size must be a power of two, 2 or more, and embed_dim divisible by half of it, "
                 f"got {patch_size} and {embed_dim}"
             )
-        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.patch_size = patch_size
         self.grid_size = self.dynamic_feat_size(self.img_size)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -83,4 +83,4 @@ class CompactTransformer(VisionTransformer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, embed_layer=ConvolutionalStem)
         if self.global_pool == "avg":
-            self.attn_pool = SequencePool(self.embed_dim, kwargs.get("device"), kwargs.get("dtype"))
+            self.attn_pool = SequencePool(self.embed_dim, kwargs.get("device"), kwargs.get("dtype"))  # type: ignore[assignment]

@@ -165,7 +165,8 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
     card = checkpoint.card
     model = release(load_checkpoint(checkpoint))
     architecture, arguments = _timm_architecture(card)
-    model.pretrained_cfg = {**model.pretrained_cfg, "architecture": architecture}  # type: ignore[dict-item]
+    config: Any = model.pretrained_cfg
+    config["architecture"] = architecture
     save_for_hf(
         model,
         os.fspath(folder),

@@ -72,7 +72,12 @@ def orthogonalize(
     if constraint is None:
         return model
     attentions = find_attention(model)
-    options = {"constraint": constraint, "projections": projections, "preserve": preserve, "scale": scale}
+    options: dict[str, Any] = {
+        "constraint": constraint,
+        "projections": projections,
+        "preserve": preserve,
+        "scale": scale,
+    }
     tasks = [task for attention in attentions for task in _tasks(attention, **options)]
     if not tasks:
         raise ValueError(
@@ -353,7 +358,7 @@ def _place(task: Task, init: Init) -> Change:
 
 
 def _split(task: Task, init: Init) -> Change:
-    """W = P O, in float64; P becomes the core.  A singular P is no obstacle: O is then one of many."""
+    """W = P O, in float64; P becomes the core.  P may be singular: O is then one of many."""
     W, heads = task.matrices, task.projection.heads
     rows = task.projection.dim if task.merged else task.rows
     if init == "keep":

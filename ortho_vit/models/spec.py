@@ -95,6 +95,11 @@ class ModelSpec:
     def replace(self, **changes: Any) -> "ModelSpec":
         return dataclasses.replace(self, **changes)
 
+    def choose(self, constraint: Choice, **others: Any) -> "ModelSpec":
+        """The description with other options of the attention; "default" and None leave an option as it is."""
+        others = {name: value for name, value in others.items() if value is not None}
+        return self.replace(constraint=resolve(constraint, self.constraint), **others)
+
 
 def resolve(choice: Choice, default: Constraint) -> Constraint:
     """The constraint that a keyword asks for."""

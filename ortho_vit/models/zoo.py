@@ -138,19 +138,17 @@ def create_model(
         verify: check that the loaded weights give the logits on their card.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
     """
-    chosen = {"constraint": constraint, "projections": projections, "preserve": preserve, "scale": scale}
+    chosen: dict[str, Any] = {"projections": projections, "preserve": preserve, "scale": scale}
     checkpoint = _checkpoint_for(name, pretrained, checkpoints)
     if checkpoint is not None:
-        return load_checkpoint(checkpoint, weights=pretrained, verify=verify, **chosen, **kwargs)
+        return load_checkpoint(
+            checkpoint, weights=pretrained, constraint=constraint, verify=verify, **chosen, **kwargs
+        )
     if verify:
         raise CheckpointError(
             f"{name}: verify=True needs weights with a card; list_models(pretrained=True) has them"
         )
-    default = "within" if name in SIZES else None
-    options = {k: v for k, v in chosen.items() if v is not None} | {
-        "constraint": resolve(constraint, default)
-    }
-    spec = ModelSpec(name, **options)
+    spec = ModelSpec(name, "within" if name in SIZES else None).choose(constraint, **chosen)
     return orthogonalize(_build_free(name, kwargs, pretrained=pretrained), **spec.attention)
 
 
@@ -206,13 +204,9 @@ def load_checkpoint(
     keywords go to timm and override the card's: `num_classes` gives a new head, `img_size` resamples the position
     embedding, `in_chans` adapts the first convolution to other channels.  `verify` checks the card's logits first.
     """
-    trained = checkpoint.card.spec
-    chosen = {"projections": projections, "preserve": preserve, "scale": scale}
-    changes = {k: v for k, v in chosen.items() if v is not None} | {
-        "constraint": resolve(constraint, trained.constraint)
-    }
+    trained = checkpoint.card.spec.choose(constraint, projections=projections, preserve=preserve, scale=scale)
     num_classes = kwargs.pop("num_classes", trained.num_classes)
-    spec = trained.replace(num_classes=num_classes, arguments=trained.arguments | kwargs, **changes)
+    spec = trained.replace(num_classes=num_classes, arguments=trained.arguments | kwargs)
     if verify:
         verify_checkpoint(checkpoint)
     if not weights:
@@ -244,35 +238,35 @@ def build(spec: ModelSpec) -> nn.Module:
 def build_from(spec: ModelSpec, weights: str, claims: Claims = lambda run: False) -> tuple[nn.Module, bool]:
     """The model of a description with weights to start from, and whether its head is untrained.
 
-    `weights` are trained weights with a card (a name, a file, a folder or an address), or a file of weights alone: a
-    .safetensors file, a state dict, a run checkpoint.  Those of a run that `claims` to be on the manifold must be.
+    `weights` are trained weights with a card (a name, a file, a folder or an address), timm's weights by their name, or a
+    file of weights alone: a .safetensors file, a state dict, a run checkpoint.  Those of a run that `claims` to be on the
+    manifold must be.
     """
-    checkpoint = _checkpoint_at(weights)
-    if checkpoint is None:
+    if _is_file_alone(weights):
         model = build(spec)
         tensors, run = read_weights(weights)
         orthonormal = bool(run) and claims(run) and _same_blocks(spec, run)
         return model, bool(load_weights(model, tensors, weights, orthonormal=orthonormal))
-    theirs = checkpoint.card.architecture
+    checkpoint = _checkpoint_for(weights, True, None)
+    theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
     if theirs != spec.architecture:
         raise CheckpointError(
             f"weights {weights!r} are of another model, {theirs!r}; name a .safetensors or .ckpt file of "
             f"{spec.architecture!r}, or one of list_models('{spec.architecture}*', pretrained=True)"
         )
-    model, head = _load(checkpoint, spec)
-    return model, bool(head)
+    if checkpoint is not None:
+        model, head = _load(checkpoint, spec)
+        return model, bool(head)
+    model = create_model(weights, pretrained=True, **_choice(spec), **spec.keywords)
+    config: Any = model.pretrained_cfg
+    return model, bool(model.num_classes != config["num_classes"])
 
 
-def _checkpoint_at(weights: str) -> Checkpoint | None:
-    """The weights with a card that `weights` means; None where it is a file of weights without one."""
+def _is_file_alone(weights: str) -> bool:
+    """Whether `weights` means a file without a card."""
     path = Path(weights)
-    alone = (
-        is_place(weights)
-        and "://" not in weights
-        and not path.is_dir()
-        and not path.with_suffix(".json").is_file()
-    )
-    return None if alone else find_checkpoint(weights)
+    local = is_place(weights) and "://" not in weights and not path.is_dir()
+    return local and not path.with_suffix(".json").is_file()
 
 
 def _same_blocks(spec: ModelSpec, run: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ import timm
 from ortho_vit.models import (
     Checkpoint,
     CheckpointError,
+    ModelSpec,
     create_model,
     export_for_hub,
     find_checkpoint,
@@ -694,3 +695,21 @@ def test_a_hub_folder_of_version_0_1_still_loads(folder, tmp_path):
     model = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
     assert model.orthogonal["constraint"] == "across"
     assert torch.equal(model(IMAGES), build()(IMAGES))
+
+
+def test_timms_weights_are_known_by_their_name(monkeypatch):
+    asked, create = [], timm.create_model
+
+    def offline(name, pretrained=False, **kwargs):
+        asked.append((name, pretrained))
+        return create(name, False, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    name = "deit_tiny_patch16_224"
+    spec = ModelSpec(name, "within", preserve=True, num_classes=3, arguments={"depth": 1})
+    model, new_head = build_from(spec, f"{name}.fb_in1k")
+    assert (asked, new_head) == ([(f"{name}.fb_in1k", True)], True)
+    assert model.blocks[0].attn.qkv.core.shape == (3, 64, 64)
+    assert not build_from(spec.replace(num_classes=1000), f"{name}.fb_in1k")[1]
+    with pytest.raises(CheckpointError, match="are of another model, 'deit_tiny_patch16_224'"):
+        build_from(ModelSpec("ortho_vit_pico"), f"{name}.fb_in1k")
