@@ -184,8 +184,10 @@ def golden_logits(model: nn.Module, pixels: Tensor, mean: Sequence[float], std: 
 def crop_pct_of(recipe: Any) -> float:
     """The part of the shorter side that the data module of a recipe keeps in evaluation: ImageFolder the central 7/8."""
     data = recipe.get("data") if isinstance(recipe, dict) else None
-    kind = str(data.get("class_path")) if isinstance(data, dict) else ""
-    return 0.875 if kind.endswith(".ImageFolder") else 1.0
+    if not isinstance(data, dict):
+        return 1.0
+    default = 0.875 if str(data.get("class_path")).endswith(".ImageFolder") else 1.0
+    return (data.get("init_args") or {}).get("crop_pct", default)
 
 
 def _one_line(error: Exception) -> str:

@@ -162,8 +162,10 @@ def _checkpoint_for(name: str, pretrained: bool, source: Source | None) -> Check
     if name.startswith(("hf-hub:", "local-dir:")):
         return None
     architecture, _, tag = name.partition(".")
+    if name != architecture and is_place(name):
+        return find_checkpoint(name)
     if not timm.is_model(architecture):
-        if name and (is_place(name) or Path(name).is_dir()):
+        if name and Path(name).exists():
             return find_checkpoint(name)
         hint = did_you_mean(name, [*SIZES, *timm.list_models()]).removeprefix("; ")
         raise ValueError(f"unknown model {name!r}; {f'{hint} ' if hint else ''}list_models() has them all")

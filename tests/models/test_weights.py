@@ -516,6 +516,9 @@ def test_a_name_a_file_and_a_folder_mean_the_same_everywhere(folder, monkeypatch
         assert torch.equal(build_from(spec, str(place))[0].eval()(IMAGES), expected)
         loaded = timm.create_model("ortho_vit_pico", pretrained=True, checkpoints=place)
         assert torch.equal(loaded.eval()(IMAGES), expected)
+    monkeypatch.chdir(folder)
+    for place in (".", f"{NAME}.safetensors"):
+        assert torch.equal(create_model(place, pretrained=True).eval()(IMAGES), expected)
     save_checkpoint(build(), "ortho_vit_pico.other", folder=folder, **ABOUT)
     with pytest.raises(
         CheckpointError, match=r"has 2 checkpoints; name one: ortho_vit_pico.other, ortho_vit_pico.sha"
@@ -563,6 +566,9 @@ def test_the_card_says_which_part_of_an_image_is_seen(folder):
     model = create_model("ortho_vit_pico.folder", pretrained=True)
     assert timm.data.resolve_data_config(model=model)["crop_pct"] == 0.875
     assert timm.data.resolve_data_config(model=create_model(NAME, pretrained=True))["crop_pct"] == 1.0
+    recipe["data"]["init_args"]["crop_pct"] = 0.9
+    save_checkpoint(build(), "ortho_vit_pico.other", folder=folder, **{**ABOUT, "recipe": recipe})
+    assert find_checkpoint("ortho_vit_pico.other").card.crop_pct == 0.9
     path = folder / "ortho_vit_pico.folder.json"
     card = json.loads(path.read_text())
     del card["crop_pct"]  # as version 0.1 wrote it
