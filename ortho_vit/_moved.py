@@ -15,8 +15,11 @@ MOVED = {
     "ortho_vit.data.base": "ortho_vit.data.datamodule",
     "ortho_vit.data.loader": "ortho_vit.data.sampling",
     "ortho_vit.data.noise": "ortho_vit.data.rng",
+    "ortho_vit.models.catalogue": "ortho_vit.models.hub",
+    "ortho_vit.models.core": "ortho_vit.models.orthogonalize",
     "ortho_vit.models.export": "ortho_vit.models.hub",
     "ortho_vit.models.pretrained": "ortho_vit.models.weights",
+    "ortho_vit.models.registry": "ortho_vit.models.zoo",
     "ortho_vit.optim.momentum_stiefel": "ortho_vit.optim.momentum",
     "ortho_vit.optim.stack": "ortho_vit.optim.batching",
     "ortho_vit.training.callbacks": "ortho_vit.training.measuring",
@@ -31,6 +34,7 @@ MOVED = {
     "ortho_vit.training.nonfinite": "ortho_vit.training.finite_steps",
     "ortho_vit.training.report": "ortho_vit.training.reporting",
     "ortho_vit.training.run": "ortho_vit.cli.run_folder",
+    "ortho_vit.training.weights": "ortho_vit.models.weights",
 }
 
 

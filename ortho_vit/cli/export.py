@@ -21,17 +21,20 @@ from ortho_vit.cli.compose import explain
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.run_folder import config_beside, read_config, read_run
 from ortho_vit.errors import UsageError
-from ortho_vit.models import save_checkpoint, weights
+from ortho_vit.models import ModelSpec, save_checkpoint
 from ortho_vit.models.card import NAME
-from ortho_vit.models.weights import check_weights
-from ortho_vit.resources import output_folder
+from ortho_vit.models.weights import (
+    check_types,
+    check_weights,
+    export_folder,
+    project_rounded,
+)
+from ortho_vit.resources import checkpoints_folder
 from ortho_vit.training.classifier import Classifier, class_at
 from ortho_vit.training.reporting import named_for, summary
 
 PICTURES = 8
 PLACES = ("download", "num_workers", "predict_root")  # of a data module, and no part of the recipe
-NOT_OF_THE_ARCHITECTURE = ("projections", "preserve")  # arguments that the card has fields for
-ON_THE_CARD = ("name", "optimizer", "constraint", "num_classes", "model_kwargs")
 TRAINER = (
     "max_epochs", "max_steps", "max_time", "devices", "num_nodes", "precision", "accumulate_grad_batches",
     "gradient_clip_val", "gradient_clip_algorithm", "limit_train_batches", "callbacks",
@@ -53,13 +56,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--ckpt_path", metavar="FILE", help="checkpoint of the run")
     add("--name", help="architecture.tag, or the tag alone")
-    add("--folder", default=str(output_folder()), help="where to (default: %(default)s)")
+    add(
+        "--folder",
+        help="where to (default: ORTHO_VIT_CHECKPOINTS, the repository's checkpoints/ or ./checkpoints)",
+    )
     add("--overwrite", choices=("true", "false"), default="false", help="replace weights of that name")
     add("--config", metavar="FILE", help="the run's config.yaml, where it is not beside the checkpoint")
     add(
         "--data.root", dest="root", metavar="FOLDER", help="where the data lie, if not where the run had them"
     )
-    add("--licence", default="MIT", help="of the weights (default: MIT)")
+    add("--licence", default="unknown", help="of the weights, such as MIT or CC-BY-4.0 (default: unknown)")
+    add(
+        "--golden_images", choices=("true", "false"), default="false",
+        help="publish eight images of the test set on the card, with their logits (default: synthetic images)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if not options.ckpt_path or not options.name:
         raise UsageError("export needs --ckpt_path RUN/checkpoints/best.ckpt and --name TAG")
@@ -74,7 +84,9 @@ class Export:
         self.checkpoint = read_run(options.ckpt_path)
         self.hparams = self.checkpoint["hyper_parameters"]
         self.name = _full_name(options.name, self.hparams["name"].partition(".")[0])
-        self.target = Path(options.folder) / f"{self.name}.safetensors"
+        self.spec = ModelSpec.from_options(self.hparams)
+        self.folder = Path(options.folder) if options.folder else export_folder()
+        self.target = self.folder / f"{self.name}.safetensors"
         if self.target.exists() and options.overwrite == "false":
             raise UsageError(f"{self.target} exists already; --overwrite true replaces it")
         self.config_path = Path(options.config) if options.config else config_beside(options.ckpt_path)
@@ -106,7 +118,8 @@ class Export:
         results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
         results = named_for(self.data, dict(results))
         accuracy = {name: value for name, value in results.items() if "accuracy" in name}
-        pixels, labels = sample(self.data, PICTURES)
+        asked = self.options.golden_images == "true"
+        pixels, labels = sample(self.data, PICTURES) if asked else (None, [])
         written = save_checkpoint(
             self.model.model,
             self.name,
@@ -116,13 +129,14 @@ class Export:
             data=type(self.data).__name__,
             mean=self.data.mean,
             std=self.data.std,
+            crop_pct=getattr(self.data, "crop_pct", None),
             accuracy=accuracy,
             command=self._command(),
             optimizer=self.hparams["optimizer"],
             recipe=self._recipe(),
-            arguments=self._arguments(),
+            arguments=self.spec.arguments,
             licence=self.options.licence,
-            folder=self.options.folder,
+            folder=self.folder,
             overwrite=True,  # asked for, or nothing was there
         )
         rows = {name.replace("/", " ").replace("_", " "): f"{value:.2%}" for name, value in accuracy.items()}
@@ -130,12 +144,8 @@ class Export:
 
     def _command(self) -> str:
         """What measures the accuracy again: by name from the repository's folder, otherwise by path."""
-        own = self.target.parent.resolve() == weights.FOLDER
+        own = self.target.parent.resolve() == checkpoints_folder().resolve()
         return f"{program()} test --weights {self.name if own else shlex.quote(str(self.target))}"
-
-    def _arguments(self) -> dict[str, Any]:
-        arguments = self.hparams["model_kwargs"] or {}
-        return {key: value for key, value in arguments.items() if key not in NOT_OF_THE_ARCHITECTURE}
 
     def _recipe(self) -> dict[str, Any]:
         """What, besides model and optimizer, it takes to train it again, by the keys of a configuration."""
@@ -143,7 +153,8 @@ class Export:
         arguments = {k: v for k, v in (data.get("init_args") or {}).items() if k not in PLACES}
         if Path(str(arguments.get("root", ""))).is_absolute():
             del arguments["root"]  # a place on one machine
-        model = {k: v for k, v in self.hparams.items() if k not in ON_THE_CARD and v is not None}
+        on_the_card = {"optimizer", *self.spec.options()}
+        model = {k: v for k, v in self.hparams.items() if k not in on_the_card and v is not None}
         if start := (self.config.get("model") or {}).get("weights"):  # which a resumed run has no more
             model["weights"] = Path(start).name
         return {
@@ -168,9 +179,12 @@ def _full_name(name: str, architecture: str) -> str:
 
 
 def _model(checkpoint: dict[str, Any], path: str) -> Classifier:
-    model = Classifier(**checkpoint["hyper_parameters"] | {"weights": None})
+    """The classifier of a run, in float32 also where the run was in bfloat16 or float16."""
+    model, stored = Classifier(**checkpoint["hyper_parameters"] | {"weights": None}), checkpoint["state_dict"]
+    check_types(model.state_dict(), stored, path)
     try:
-        model.load_state_dict(checkpoint["state_dict"])
+        model.load_state_dict(stored)
+        project_rounded(model, stored)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"{path}: its weights do not fit the model it describes: {reason}") from error

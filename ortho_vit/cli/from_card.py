@@ -11,10 +11,8 @@ from typing import Any
 import yaml
 
 from ortho_vit.cli.compose import refuse_classes, take_option
-from ortho_vit.data.picture import EVAL_SHARE
 from ortho_vit.errors import CheckpointError, UsageError
 from ortho_vit.models import Card, Checkpoint, find_checkpoint
-from ortho_vit.training.weights import is_file
 
 UNUSED = {"class_path": "ortho_vit.optim.StiefelSGD", "init_args": {"lr": 0.0}}  # evaluation takes no step
 
@@ -34,7 +32,7 @@ def expand_card(arguments: list[str], subcommand: str) -> list[str]:
     if pictures is not None and subcommand != "predict":
         raise UsageError(f"--pictures is for predict: {subcommand} needs labels, give --data instead")
     try:
-        checkpoint = Checkpoint.open(weights) if is_file(weights) else find_checkpoint(weights)
+        checkpoint = find_checkpoint(weights)
     except CheckpointError as error:
         raise UsageError(f"weights: {error}") from error
     config = {"model": _model(checkpoint), "data": _data(checkpoint.card, pictures)}
@@ -44,15 +42,7 @@ def expand_card(arguments: list[str], subcommand: str) -> list[str]:
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     card = checkpoint.card
     refuse_classes(card.arguments, f"weights: the card of {card.name}")
-    arguments = card.arguments | {"projections": card.projections, "preserve": card.preserve}
-    return {
-        "name": card.architecture,
-        "weights": str(checkpoint.weights),
-        "constraint": card.constraint,
-        "num_classes": len(card.classes),
-        "model_kwargs": {key: value for key, value in arguments.items() if key != "num_classes"},
-        "optimizer": UNUSED,
-    }
+    return card.spec.options() | {"weights": str(checkpoint.weights), "optimizer": UNUSED}
 
 
 def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
@@ -65,7 +55,7 @@ def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
             "image_size": card.golden.shape[-1],
             "mean": card.mean,
             "std": card.std,
-            "share": EVAL_SHARE if kind.endswith(".ImageFolder") else 1.0,
+            "share": card.crop_pct,
         }
         return {"class_path": "ortho_vit.data.Pictures", "init_args": arguments}
     return data if kind.startswith("ortho_vit.data.") else None

@@ -27,7 +27,7 @@ from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
-from ortho_vit.cli.run_folder import read_run
+from ortho_vit.cli.run_folder import read_run, with_spec
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
@@ -161,6 +161,7 @@ class CommandLine(LightningCLI):
             ours = yaml.safe_load(
                 self._parser(subcommand).dump(config, skip_none=False, skip_validation=True)
             )["model"]
+            ours = with_spec(ours, "model")
             different = [
                 f"{key} was {old}, now {new}"
                 for key, old, new in _differences(ours, stored)
@@ -238,7 +239,7 @@ class CommandLine(LightningCLI):
     def run(self) -> None:
         self.model.check_pictures(self.datamodule)
         config = self.config_init[self.subcommand]
-        if self.subcommand != "fit" and not config.ckpt_path and hasattr(self.model.model, "new_head"):
+        if self.subcommand != "fit" and not config.ckpt_path and self.model.untrained_head:
             raise UsageError(
                 f"{config.model.hparams['weights']} has a head for other classes than the data's {self.model.num_classes}; "
                 "fine-tune it first, or give data of its own classes"

@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from ortho_vit.errors import UsageError
-from ortho_vit.training.weights import read_checkpoint
+from ortho_vit.models import ModelSpec
+from ortho_vit.models.weights import read_checkpoint
 
 
 def read_run(path: str) -> dict[str, Any]:
@@ -24,7 +25,15 @@ def read_run(path: str) -> dict[str, Any]:
     if not isinstance(stored, dict) or not isinstance(weights, dict) or "name" not in stored:
         raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
     model = {key: value for key, value in stored.items() if not key.startswith("_")}
-    return checkpoint | {"hyper_parameters": model}
+    return checkpoint | {"hyper_parameters": with_spec(model, path)}
+
+
+def with_spec(model: dict[str, Any], source: str) -> dict[str, Any]:
+    """The options of a classifier, with each option of the model in its own place where version 0.1 had it elsewhere."""
+    try:
+        return model | ModelSpec.from_options(model).options()
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{source}: {error}") from error
 
 
 def config_beside(path: str) -> Path:

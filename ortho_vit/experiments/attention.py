@@ -41,6 +41,8 @@ def picture_of(card: Card, which: str | None) -> Tensor:
         pixels = np.asarray(image.convert("L") if card.golden.shape[1] == 1 else image)
         return torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     names = [card.classes[label] for label in card.golden.labels]
+    if not names:
+        raise ValueError(f"the card of {card.name} has synthetic images only; give the file of an image")
     if which is not None and which not in names:
         raise ValueError(
             f"no picture of {which!r} on the card of {card.name}; give a file or one of {', '.join(names)}"

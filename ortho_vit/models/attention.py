@@ -7,12 +7,15 @@ An attention is a module that owns linear maps called q, k and v, apart or fused
     q, kv                     timm's attention pool, PVT v2
     qk, v                     ConViT, TNT
     q, k, v / wq, wk, wv      CaiT, MViT v2, CrossViT
+    query, key, value         Hugging Face's ViT, DeiT, BEiT
     in_proj_weight            nn.MultiheadAttention, so torchvision's ViT
 
 The rows of a fused weight are ordered (part, head, d_k): all of q, then all of k, then all of v.  A module that looks
-like attention and is not laid out so is refused by name: to pass over it would leave half a model unconstrained.
+like attention and has another layout, such as gate, q, k and v in one weight, is refused by name: skipping it would
+leave a part of the model unconstrained.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +25,9 @@ __all__ = ["Attention", "Projection", "find_attention"]
 
 PARTS = {"qkv": "qkv", "qk": "qk", "kv": "kv", "q": "q", "k": "k", "v": "v"}
 PARTS |= {"q_proj": "q", "k_proj": "k", "v_proj": "v", "wq": "q", "wk": "k", "wv": "v"}
+PARTS |= {"query": "q", "key": "k", "value": "v"}
+HEAD_COUNTS = ("num_heads", "heads", "num_attention_heads")
+FUSED = re.compile("q.?k", re.IGNORECASE)  # in the name of a layer: it holds both, in some order
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Projection:
 
     @property
     def dim(self) -> int:
-        """Rows a part: heads · d_k."""
+        """The rows of each part: heads · d_k."""
         return self.weight.shape[0] // len(self.parts)
 
 
@@ -100,26 +106,39 @@ def _projection(path: str, module: nn.Module, name: str, child: nn.Module) -> Pr
     head_dim = getattr(module, "head_dim", None)
     heads = (
         dim // head_dim if isinstance(head_dim, int) else num_heads
-    )  # differs from num_heads for grouped queries
-    if remainder or not heads or dim % heads or (heads % num_heads and num_heads % heads):
+    )  # grouped queries: fewer for k than for q
+    divides = not remainder and heads and not dim % heads and not (heads % num_heads and num_heads % heads)
+    if not divides or (len(parts) > 1 and dim not in _widths(module, num_heads, head_dim)):
         raise ValueError(
             f"{what} has {child.out_features} rows, which are not {len(parts)} × heads × d_k for {num_heads} heads"
         )
     return Projection(_join(path, name, "weight"), child, "weight", parts, heads)
 
 
+def _widths(module: nn.Module, num_heads: int, head_dim: int | None) -> set[int]:
+    """What heads · d_k can be: as the module says, or what one of its layers takes (the output projection takes v)."""
+    widths = {child.in_features for child in module.children() if isinstance(child, nn.Linear)}
+    return widths | ({num_heads * head_dim} if isinstance(head_dim, int) else set())
+
+
 def _head_count(module: nn.Module) -> int | None:
-    counts = (getattr(module, name, None) for name in ("num_heads", "heads"))
+    counts = (getattr(module, name, None) for name in HEAD_COUNTS)
     return next((n for n in counts if isinstance(n, int) and n > 0), None)
 
 
 def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
-    """Raise for a module that has heads, a scale and matrices of its own, but no projections that are known."""
+    """Raise for a module with heads and either a fused layer of an unknown name, or a scale and no known projections."""
     for path, module in model.named_modules():
-        if _head_count(module) is None or not hasattr(module, "scale"):
+        if _head_count(module) is None or isinstance(module, nn.MultiheadAttention):
             continue
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and FUSED.search(name) and name not in PARTS:
+                raise ValueError(
+                    f"orthogonalize: {_join(path, name)} of {type(module).__name__} holds q and k in an order that is not "
+                    "known; call constrain(module, blocks=..., rows=...) on it, or name it qkv if that is its order"
+                )
         inside = any(a.path == path or a.path.startswith(path + ".") or not path for a in found)
-        if not inside and any(p.ndim > 1 for p in module.parameters()):
+        if hasattr(module, "scale") and not inside and any(p.ndim > 1 for p in module.parameters()):
             raise ValueError(
                 f"orthogonalize: {path} ({type(module).__name__}) has heads but no nn.Linear named "
                 f"{', '.join(PARTS)}, so its layout is not known"

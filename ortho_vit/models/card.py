@@ -1,4 +1,4 @@
-"""The card beside a checkpoint: all that is needed to build the model, to trust it and to make it again."""
+"""The card of trained weights: what is needed to build the model, to check it and to train it again."""
 
 import base64
 import dataclasses
@@ -6,28 +6,44 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError
 from ortho_vit.models.orthogonalize import Constraint, Projections
+from ortho_vit.models.spec import ModelSpec
 
-__all__ = ["Card", "CheckpointError", "Golden"]
+__all__ = ["Card", "CheckpointError", "Golden", "synthetic_images"]
 
 NAME = re.compile(r"[A-Za-z0-9_]+\.[A-Za-z0-9_.-]+")  # architecture.tag; no path can hide in it
-RESERVED = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 GOLDEN_TOLERANCE = 1e-3  # between machines; float32 kernels differ by about 1e-5
+SYNTHETIC = "synthetic"
+
+
+def synthetic_images(shape: Sequence[int]) -> Tensor:
+    """Images (n, channels, height, width) of uint8 noise in squares of 1, 2 or 4 pixels: the same on every machine."""
+    n, channels, height, width = shape
+    images = []
+    for i in range(n):
+        size = 2 ** (i % 3)
+        c, y, x = torch.meshgrid(*(torch.arange(k) for k in (channels, height, width)), indexing="ij")
+        value = ((i * channels + c) * 4096 + y // size) * 4096 + x // size + 1
+        for _ in range(3):  # an integer hash: multiply, then fold the high bits into the low ones
+            value = (value * 73244475) % 2**32
+            value = value ^ (value >> 16)
+        images.append(value % 256)
+    return torch.stack(images).to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Golden:
-    """Pictures, what they show, and the logits they must give."""
+    """Images, what they show, and the logits that the model must compute for them."""
 
     shape: list[int]  # n, channels, height, width
-    pixels: str  # base64 of uint8
-    labels: list[int]
+    pixels: str  # base64 of uint8, or "synthetic"
+    labels: list[int]  # of synthetic images: none
     logits: list[list[float]]
 
     @classmethod
@@ -36,11 +52,16 @@ class Golden:
             raise CheckpointError(
                 f"pixels must be uint8 (n, channels, height, width), got {pixels.dtype} {tuple(pixels.shape)}"
             )
-        data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
+        same = not labels and torch.equal(pixels, synthetic_images(pixels.shape))
+        data = SYNTHETIC if same else base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
         rounded = [[round(x, 6) for x in row] for row in logits.tolist()]
         return cls(list(pixels.shape), data, list(labels), rounded)
 
     def images(self) -> Tensor:
+        if self.pixels == SYNTHETIC:
+            if len(self.shape) != 4 or not all(isinstance(n, int) and 0 < n <= 4096 for n in self.shape):
+                raise ValueError(f"shape must be (n, channels, height, width), got {self.shape}")
+            return synthetic_images(self.shape)
         data = bytearray(base64.b64decode(self.pixels))
         return torch.frombuffer(data, dtype=torch.uint8).view(self.shape)
 
@@ -66,6 +87,8 @@ class Card:
     versions: dict[str, str]
     licence: str
     golden: Golden
+    scale: bool = False
+    crop_pct: float = 1.0  # of the shorter side, that evaluation keeps
 
     @property
     def architecture(self) -> str:
@@ -75,17 +98,29 @@ class Card:
     def tag(self) -> str:
         return self.name.partition(".")[2]
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The model, by its architecture."""
+        values = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(ModelSpec) if hasattr(self, f.name)
+        }
+        return ModelSpec.from_options(values | {"name": self.architecture, "num_classes": len(self.classes)})
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str) -> "Card":
-        """Read a card.  Keys it does not know are left for later versions to use."""
+        """Read a card.  Keys that it does not know are ignored: later versions may add some."""
         try:
-            fields = json.loads(text)
-            golden = Golden(**fields["golden"])
-            known = {f.name: fields[f.name] for f in dataclasses.fields(cls)}
-            card = cls(**{**known, "golden": golden})
+            stored = json.loads(text)
+            stored = {"crop_pct": crop_pct_of(stored["recipe"])} | stored  # which version 0.1 did not write
+            golden = Golden(**stored["golden"])
+            required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+            values = {name: stored[name] for name in [*required, "crop_pct"]} | {
+                "scale": stored.get("scale", False)
+            }
+            card = cls(**{**values, "golden": golden})
             card.golden.images()
             card._check()
         except KeyError as error:
@@ -101,33 +136,39 @@ class Card:
             raise ValueError(
                 f"name must be architecture.tag, of letters, digits, '_', '-' and '.', got {self.name!r}"
             )
-        if self.constraint not in ("within", "across", None) or self.projections not in get_args(Projections):
-            raise ValueError(f"no such constraint: {self.constraint!r} of {self.projections!r}")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
         if any(len(row) != len(self.classes) for row in self.golden.logits):
             raise ValueError(f"{len(self.classes)} classes, but {len(self.golden.logits[0])} logits")
-        labels = self.golden.labels
-        if len(labels) != self.golden.shape[0] or any(x not in range(len(self.classes)) for x in labels):
-            raise ValueError(f"labels must be one of the {len(self.classes)} classes a picture, got {labels}")
-        if reserved := RESERVED & set(self.arguments):
-            raise ValueError(f"arguments must be the architecture's own, got {', '.join(sorted(reserved))}")
+        self._check_labels()
+        self.spec  # noqa: B018  (checks constraint, projections and arguments)
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise ValueError(f"sha256 must be 64 hexadecimal digits, got {self.sha256!r}")
+
+    def _check_labels(self) -> None:
+        labels = self.golden.labels
+        if self.golden.pixels == SYNTHETIC and not labels:
+            return
+        if len(labels) != self.golden.shape[0] or any(x not in range(len(self.classes)) for x in labels):
+            raise ValueError(f"labels must be one of the {len(self.classes)} classes per image, got {labels}")
 
     def golden_error(self, model: nn.Module) -> float:
         """The largest difference between the card's logits and the model's."""
         logits = golden_logits(model, self.golden.images(), self.mean, self.std)
         return (logits - torch.tensor(self.golden.logits)).abs().max().item()
 
-    def check_golden(self, model: nn.Module) -> None:
+    def check_golden(self, model: nn.Module) -> float:
+        """The same, if it is small enough for the model to be the card's."""
         error = self.golden_error(model)
         if not error <= GOLDEN_TOLERANCE:
             raise CheckpointError(
                 f"{self.name}: logits differ from the card's by {error:.2g}, more than {GOLDEN_TOLERANCE:.0e}"
             )
+        return error
 
 
 def golden_logits(model: nn.Module, pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The logits of uint8 pictures (n, channels, height, width), in evaluation mode."""
+    """The logits of uint8 images (n, channels, height, width), in evaluation mode."""
     parameter = next(model.parameters())
     shift, scale = (torch.tensor(x).view(-1, 1, 1) for x in (mean, std))
     images = (pixels.float() / 255 - shift) / scale
@@ -138,6 +179,15 @@ def golden_logits(model: nn.Module, pixels: Tensor, mean: Sequence[float], std: 
             return model(images.to(parameter.device, parameter.dtype)).float().cpu()
     finally:
         model.train(was_training)
+
+
+def crop_pct_of(recipe: Any) -> float:
+    """The part of the shorter side that the data module of a recipe keeps in evaluation: ImageFolder the central 7/8."""
+    data = recipe.get("data") if isinstance(recipe, dict) else None
+    if not isinstance(data, dict):
+        return 1.0
+    default = 0.875 if str(data.get("class_path")).endswith(".ImageFolder") else 1.0
+    return (data.get("init_args") or {}).get("crop_pct", default)
 
 
 def _one_line(error: Exception) -> str:

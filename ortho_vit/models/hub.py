@@ -1,8 +1,9 @@
-"""Turn a trained model into a zoo entry: weights and card, or a folder as the Hugging Face hub wants it."""
+"""Publish a trained model: weights and card for the zoo, a folder for the Hugging Face hub, a page about many of them."""
 
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,37 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError
-from ortho_vit.models.card import Card, Golden, golden_logits
-from ortho_vit.models.weights import Checkpoint, check_weights, load_checkpoint, write_whole
-from ortho_vit.resources import output_folder
+from ortho_vit.models.card import Card, Golden, crop_pct_of, golden_logits, synthetic_images
+from ortho_vit.models.orthogonalize import release
+from ortho_vit.models.spec import ATTENTION, ModelSpec
+from ortho_vit.models.weights import (
+    Checkpoint,
+    available,
+    check_weights,
+    export_folder,
+    find_checkpoint,
+    finish_exports,
+    only_writer,
+    publish,
+    staged,
+    write_whole,
+)
+from ortho_vit.models.zoo import SIZES, load_checkpoint
+from ortho_vit.resources import checkpoints_folder
 from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["export_for_hub", "save_checkpoint"]
 
-FREE = {"constraint": None, "projections": "qk", "preserve": False}
+GOLDEN_COUNT = 8
+
+
+# ------------------------------------------------------------------------------------------ weights and card
 
 
 def save_checkpoint(
     model: nn.Module,
     name: str,
     *,
-    pixels: Tensor,
-    labels: Sequence[int],
     classes: Sequence[str],
     data: str,
     mean: Sequence[float],
@@ -38,8 +54,11 @@ def save_checkpoint(
     command: str,
     optimizer: Mapping[str, Any],
     recipe: Mapping[str, Any],
+    crop_pct: float | None = None,
     arguments: Mapping[str, Any] | None = None,
-    licence: str = "MIT",
+    pixels: Tensor | None = None,
+    labels: Sequence[int] = (),
+    licence: str = "unknown",
     folder: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -47,33 +66,37 @@ def save_checkpoint(
 
     Args:
         name: architecture.tag; the architecture is one of the zoo's or of timm's.
-        pixels: uint8 pictures (n, channels, height, width), eight by custom, whose logits go on the card; `labels` say
-            what they show.
-        classes: the labels of the data set, in order; `mean` and `std` are what its pixels were normalised by.
+        classes: the labels of the data set, in order; `mean` and `std` are what its pixels were normalised by, and
+            `crop_pct` is the part of the shorter side that evaluation keeps, by default that of the recipe's data module.
         accuracy: as measured by `command`, such as {"test/top1": 0.83}.
         optimizer: class and arguments; together with `recipe`, what it takes to train it again.
         arguments: of the architecture, where they are not its defaults.
-        folder: by default the repository's checkpoints/, or ./checkpoints where the package is installed.
+        pixels: uint8 images (n, channels, height, width) that are published on the card with their logits; `labels` say
+            what they show.  By default synthetic ones.
+        licence: of the weights, such as "MIT" or "CC-BY-4.0".
+        folder: by default ORTHO_VIT_CHECKPOINTS, the repository's checkpoints/, or outside of it ./checkpoints.
 
     Before anything is kept, the weights must be finite and on the manifold, and what was written must load again and
-    give the same logits.
+    give the same logits.  A kill leaves the old weights with the old card or the new ones with the new card.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    target = Path(folder or output_folder()) / f"{name}.safetensors"
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists already; overwrite=True replaces it")
+    target = _target(name, export_folder() if folder is None else Path(folder), overwrite)
     check_weights(model, name)
     weights = _serialize(model, name)
+    if pixels is None:
+        pixels, labels = synthetic_images([GOLDEN_COUNT, *_input_size(model)]), ()
+    noted: dict[str, Any] = getattr(model, "orthogonal", ModelSpec(name).attention)
     card = Card(
         name=name,
         arguments=dict(arguments or {}),
-        **getattr(model, "orthogonal", FREE),
+        **{key: noted[key] for key in ATTENTION},
         optimizer=dict(optimizer),
         recipe=dict(recipe),
         data=data,
         classes=list(classes),
         mean=list(mean),
         std=list(std),
+        crop_pct=crop_pct_of(recipe) if crop_pct is None else crop_pct,
         accuracy=dict(accuracy),
         command=command,
         orthogonality_error=orthogonality_error(model),
@@ -83,8 +106,26 @@ def save_checkpoint(
         licence=licence,
         golden=Golden.of(pixels, labels, golden_logits(model, pixels, mean, std)),
     )
-    _write_checked(target, weights, card)
+    _write_checked(target, weights, card, overwrite)
     return target
+
+
+def _target(name: str, folder: Path, overwrite: bool) -> Path:
+    if {"site-packages", "dist-packages"} & set(folder.resolve().parts):
+        raise CheckpointError(
+            f"{folder} belongs to an installed package; choose another folder for new weights"
+        )
+    target = folder / f"{name}.safetensors"
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists already; overwrite=True replaces it")
+    return target
+
+
+def _input_size(model: nn.Module) -> list[int]:
+    """Channels, height and width of the images that a model takes."""
+    config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or config["input_size"][1:]
+    return [getattr(model, "in_chans", config["input_size"][0]), *size]
 
 
 def _serialize(model: nn.Module, name: str) -> bytes:
@@ -92,34 +133,40 @@ def _serialize(model: nn.Module, name: str) -> bytes:
     return safetensors.torch.save(tensors, metadata={"format": "pt", "name": name})
 
 
-def _write_checked(target: Path, weights: bytes, card: Card) -> None:
+def _write_checked(target: Path, weights: bytes, card: Card, overwrite: bool) -> None:
     """Write both files, once what they hold has been read back and gives the card's logits."""
     text = card.to_json()
     card = Card.from_json(text, f"{card.name}.json")
     target.parent.mkdir(parents=True, exist_ok=True)
-    trial = target.with_name(f".{target.name}.{os.getpid()}")
-    trial.write_bytes(weights)
-    try:
-        card.check_golden(load_checkpoint(Checkpoint(card, trial)))
-        trial.replace(target)
-    finally:
-        trial.unlink(missing_ok=True)
-    write_whole(target.with_suffix(".json"), text.encode())
+    finish_exports(target.parent)
+    with only_writer(target):
+        if target.exists() and not overwrite:
+            raise CheckpointError(f"{target} was written by another process; overwrite=True replaces it")
+        try:
+            write_whole(staged(target), weights)
+            card.check_golden(load_checkpoint(Checkpoint(card, staged(target))))
+            write_whole(staged(target.with_suffix(".json")), text.encode())
+        except BaseException:
+            staged(target).unlink(missing_ok=True)
+            raise
+        publish(target)  # if this is interrupted, whoever looks next completes it
+
+
+# ----------------------------------------------------------------------------------------------------- the hub
 
 
 def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
     """Write config.json and model.safetensors as the Hugging Face hub keeps them, and return the folder.
 
-    `timm.create_model("local-dir:<folder>", pretrained=True)` loads it, and so does "hf-hub:<user>/<name>" once uploaded,
-    where `ortho_vit` has been imported.
+    `timm.create_model("local-dir:<folder>", pretrained=True)` loads it, and so does "hf-hub:<user>/<name>" once uploaded.
+    Neither needs `ortho_vit`: the weights are plain tensors, with cores and scales multiplied in, and the architecture is
+    timm's.  Only `ortho_vit_compact`, whose stem timm does not have, needs `ortho_vit.models` to be imported.
     """
     card = checkpoint.card
-    if card.preserve:
-        raise CheckpointError(
-            f"{card.name} has cores after its projections, which timm cannot rebuild from a config"
-        )
-    model = load_checkpoint(checkpoint)
-    arguments = {**card.arguments, "constraint": card.constraint or "none", "projections": card.projections}
+    model = release(load_checkpoint(checkpoint))
+    architecture, arguments = _timm_architecture(card)
+    config: Any = model.pretrained_cfg
+    config["architecture"] = architecture
     save_for_hf(
         model,
         os.fspath(folder),
@@ -128,3 +175,70 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
         safe_serialization=True,
     )
     return Path(folder)
+
+
+def _timm_architecture(card: Card) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments by which timm itself builds a card's model."""
+    if card.architecture == "ortho_vit_compact":
+        return card.architecture, card.spec.arguments | {"constraint": "none"}
+    if card.architecture not in SIZES:
+        return card.architecture, card.spec.arguments
+    _, channels, *size = card.golden.shape
+    arguments = {**SIZES[card.architecture], "img_size": size, "in_chans": channels}
+    return "vit_tiny_patch16_224", arguments | card.spec.arguments
+
+
+# ---------------------------------------------------------------------------------- the page about a folder
+
+HEAD = """\
+# Trained weights
+
+`create_model(NAME, pretrained=True)` builds and loads them, and so does `timm.create_model` once `ortho_vit.models` is
+imported.  Each `.safetensors` file has a card beside it, `.json`, that says how it was trained and which logits it must
+give for eight images.
+
+| name | constraint | optimizer | data | test accuracy | max \\|WWᵀ − I\\| | parameters |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+FOOT = """
+One run each; on the digits one test image is 0.28 %.  Every accuracy is measured by the command on its card:
+
+```bash
+{commands}
+```
+
+They were trained with the files in `configs/pretrained/`, whose names end as theirs do, and exported by
+`python train.py export`.  This page is written by `python -m ortho_vit.models`.
+"""
+
+
+def catalogue(folder: Path | None = None) -> str:
+    """The page about all weights in a folder, by default those that come with the package."""
+    folder = folder or checkpoints_folder()
+    cards = [find_checkpoint(name, folder).card for name in available(folder)]
+    commands = "\n".join(card.command for card in cards)
+    return HEAD + "\n".join(map(_row, cards)) + "\n" + FOOT.format(commands=commands)
+
+
+def _row(card: Card) -> str:
+    optimizer = str(card.optimizer.get("class_path", "")).rpartition(".")[2]
+    error = f"{card.orthogonality_error:.1e}" if card.constraint else "–"
+    constraint = (
+        f"{card.constraint} heads per block"
+        if isinstance(card.constraint, int)
+        else card.constraint or "none"
+    )
+    tested = card.accuracy.get("test/accuracy")
+    accuracy = f"{card.accuracy['val/accuracy']:.2%} (validation)" if tested is None else f"{tested:.2%}"
+    cells = [f"`{card.name}`", constraint, optimizer, card.data, accuracy, error, f"{card.parameters:,}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: list[str]) -> int:
+    folder = Path(arguments[0]) if arguments else checkpoints_folder()
+    if not available(folder):
+        print(f"error: no checkpoints in {folder}", file=sys.stderr)
+        return 1
+    (folder / "README.md").write_text(catalogue(folder), encoding="utf-8")
+    print(folder / "README.md")
+    return 0

@@ -1,42 +1,74 @@
-"""Checkpoints: `<architecture>.<tag>.safetensors`, each with its card `<architecture>.<tag>.json`.
+"""Weights: where they are found, how they are read, and how they are fitted to a model.
 
-They live in the repository's `checkpoints/`, or wherever the environment variable ORTHO_VIT_CHECKPOINTS or an argument
-says: a folder, or the address (https://...) of one, from which files are fetched into torch.hub's cache.
+Trained weights of the zoo are `<architecture>.<tag>.safetensors`, each with its card `<architecture>.<tag>.json`.  They are
+looked for in the folder or at the address that the environment variable ORTHO_VIT_CHECKPOINTS names, then among those that
+come with the package.  From an address (https://...) they are downloaded into torch.hub's cache.
 
-Nothing is unpickled.  Weights are used if their sha256 is the card's, if they fit the architecture the card names, and
-if they are finite and on the manifold.  Otherwise one line says what is wrong, as a `CheckpointError`.
+Run checkpoints (`.ckpt`) and plain state dicts are read with `weights_only=True`.  Nothing is unpickled.  Weights are used
+if their sha256 is the card's, and if names, shapes and types fit the model and every number is finite; where they were
+trained on the manifold, if they are on it.  Otherwise a `CheckpointError` says in one line what is wrong.
 """
 
+import contextlib
 import hashlib
 import os
+import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import timm
 import torch
-from timm.layers import resample_abs_pos_embed
-from timm.models import model_entrypoint
+from timm.models import VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from ortho_vit.errors import CheckpointError
+from ortho_vit.errors import CheckpointError, did_you_mean
+from ortho_vit.files import lock
 from ortho_vit.models.card import NAME, Card
-from ortho_vit.models.core import CoredLinear
-from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
-from ortho_vit.parameter import stiefel_parameters
-from ortho_vit.resources import checkpoints_folder
-from ortho_vit.stiefel import orthogonality_error
+from ortho_vit.parameter import cut_blocks, stiefel_parameters
+from ortho_vit.resources import checkpoints_folder, output_folder
+from ortho_vit.stiefel import orthogonality_error, polar
 
-__all__ = ["Checkpoint", "available", "find_checkpoint", "load_checkpoint"]
+__all__ = ["Checkpoint", "available", "find_checkpoint", "load_weights", "read_checkpoint", "read_weights"]
 
-FOLDER = checkpoints_folder()
+Source = str | os.PathLike[str]
+PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}  # max |X Xᵀ − I|; narrower types round by more
 ROUNDED_TOLERANCE = 5e-2
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+# ----------------------------------------------------------------------------------------------------------- places
+
+
+def export_folder() -> Path:
+    """Where new weights are written by default: ORTHO_VIT_CHECKPOINTS, the repository's folder, or ./checkpoints."""
+    place = os.environ.get("ORTHO_VIT_CHECKPOINTS")
+    return Path(place) if place and not _is_address(place) else output_folder()
+
+
+def _places(source: Source | None) -> list[str]:
+    if source is not None:
+        return [os.fspath(source)]
+    own = os.environ.get("ORTHO_VIT_CHECKPOINTS")
+    return [*([own] if own else []), str(checkpoints_folder())]
+
+
+def _is_address(source: str) -> bool:
+    return "://" in source
+
+
+def is_place(source: str) -> bool:
+    """Whether `source` is a file, a folder or an address; the names of models look different."""
+    endings = (".safetensors", ".json", *PICKLED)
+    return source.endswith(endings) or "/" in source or os.sep in source or Path(source).is_file()
 
 
 # ----------------------------------------------------------------------------------------------------------- finding
@@ -44,71 +76,110 @@ ROUNDED_TOLERANCE = 5e-2
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """Trained weights of the zoo and their card."""
+
     card: Card
     weights: Path
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "Checkpoint":
-        """The checkpoint at `path`, its weights or its card; the other lies beside it."""
+    def open(cls, path: Source) -> "Checkpoint":
+        """The checkpoint at `path`: its weights, its card, or a folder with one checkpoint in it."""
         path = Path(path)
+        if path.is_dir():
+            names = _names_in(path)
+            if len(names) != 1:
+                have = f"name one: {', '.join(names)}" if names else "a .safetensors file with its .json card"
+                raise CheckpointError(f"{path} has {len(names) or 'no'} checkpoints; {have}")
+            path = path / f"{names[0]}.json"
         if path.suffix not in (".safetensors", ".json"):
             raise CheckpointError(
-                f"{path}: a checkpoint is a .safetensors file with its .json card beside it"
+                f"{path}: a checkpoint is a .safetensors file with its .json card beside it; "
+                "`train.py export` makes one from a run"
             )
+        finish_exports(path.parent)
         weights, card = path.with_suffix(".safetensors"), path.with_suffix(".json")
         for file in (weights, card):
             if not file.is_file():
                 raise CheckpointError(f"{file}: no such file")
         return cls(Card.from_json(card.read_bytes(), str(card)), weights)
 
+    def read(self) -> dict[str, Tensor]:
+        """The weights, if they are the ones that the card describes."""
+        data = self.weights.read_bytes()
+        _check_hash(data, self.card, str(self.weights))
+        try:
+            return safetensors.torch.load(data)
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"{self.weights}: not a safetensors file ({error})") from error
 
-def available(source: str | os.PathLike[str] | None = None) -> list[str]:
-    """The names of the checkpoints in a folder, by default the repository's or ORTHO_VIT_CHECKPOINTS."""
-    where = _source(source)
-    if _is_url(where):
+
+def available(source: Source | None = None) -> list[str]:
+    """The names of the checkpoints in a folder; by default of ORTHO_VIT_CHECKPOINTS and of those with the package."""
+    return sorted({name for place in _places(source) for name in _names_in(place)})
+
+
+def _names_in(place: Source) -> list[str]:
+    if _is_address(os.fspath(place)):
         return []  # an address cannot be listed
-    files = sorted(Path(where).glob("*.safetensors"))
+    folder = Path(place)
+    finish_exports(folder)
+    files = sorted(folder.glob("*.safetensors"))
     return [file.stem for file in files if NAME.fullmatch(file.stem) and file.with_suffix(".json").is_file()]
 
 
-def path_of(name: str) -> str:
-    """Where the weights called `name` lie in the default folder."""
-    return os.path.join(_source(None), f"{name}.safetensors")
+def find_checkpoint(name: Source, source: Source | None = None) -> Checkpoint:
+    """The checkpoint called architecture.tag, or the one in a file, a folder or at an address.
+
+    A name is looked for in `source`, a folder, file or address; by default see the top of this file.
+    """
+    name = os.fspath(name)
+    if source is None and _is_address(name):
+        return _fetch(*_split_address(name))
+    if source is None and name not in available() and (is_place(name) or Path(name).is_dir()):
+        return Checkpoint.open(name)
+    places = _places(source)
+    for place in places:
+        if place.endswith((".safetensors", ".json")):
+            return _named(
+                Checkpoint.open(place) if not _is_address(place) else _fetch(*_split_address(place)), name
+            )
+        if name in _names_in(place):
+            return _named(Checkpoint.open(Path(place) / f"{name}.json"), name)
+    addresses = [place for place in places if _is_address(place)]
+    if addresses:
+        return _named(_fetch(addresses[0], name), name)
+    names = [other for place in places for other in _names_in(place)]
+    hint = did_you_mean(name, names)
+    hint = hint or "; list_models(pretrained=True) has the names, ORTHO_VIT_CHECKPOINTS adds a folder"
+    raise CheckpointError(f"no checkpoint {name!r} in {' or '.join(places)}{hint}")
 
 
-def find_checkpoint(name: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """The checkpoint called `architecture.tag`, from a folder or an address; see the top of this file."""
-    where = _source(source)
-    if _is_url(where):
-        checkpoint = _fetch(name, where)
-    elif name in (names := available(where)):
-        checkpoint = Checkpoint.open(Path(where) / f"{name}.json")
-    else:
-        have = (
-            f"it has {', '.join(names)}" if names else "it has none; set ORTHO_VIT_CHECKPOINTS to the folder"
-        )
-        raise CheckpointError(f"no checkpoint {name!r} in {where}; {have}")
+def _named(checkpoint: Checkpoint, name: str) -> Checkpoint:
     if checkpoint.card.name != name:
         raise CheckpointError(f"{name}: its card is that of {checkpoint.card.name!r}")
     return checkpoint
 
 
-def _source(source: str | os.PathLike[str] | None) -> str:
-    return os.fspath(source or os.environ.get("ORTHO_VIT_CHECKPOINTS") or FOLDER)
+def _split_address(address: str) -> tuple[str, str]:
+    folder, _, file = address.rpartition("/")
+    name, dot, ending = file.rpartition(".")
+    if f"{dot}{ending}" not in (".safetensors", ".json"):
+        raise CheckpointError(
+            f"{address} is not the address of a .safetensors file; for a name in a folder at an address, give the name, and "
+            "the address as ORTHO_VIT_CHECKPOINTS"
+        )
+    return folder, name
 
 
-def _is_url(source: str) -> bool:
-    return "://" in source
-
-
-def _fetch(name: str, url: str) -> Checkpoint:
-    """Download card and weights to the cache.  The card is fetched every time, the weights when its hash is new."""
-    card = Card.from_json(_download(f"{url.rstrip('/')}/{name}.json"), f"{url}/{name}.json")
+def _fetch(address: str, name: str) -> Checkpoint:
+    """Download card and weights to the cache.  The card is downloaded every time, the weights when its hash is new."""
+    address = address.rstrip("/")
+    card = Card.from_json(_download(f"{address}/{name}.json"), f"{address}/{name}.json")
     folder = Path(torch.hub.get_dir()) / "ortho_vit" / card.sha256[:16]
     weights = folder / f"{card.name}.safetensors"
     if not (weights.is_file() and hashlib.sha256(weights.read_bytes()).hexdigest() == card.sha256):
-        data = _download(f"{url.rstrip('/')}/{name}.safetensors")
-        _check_hash(data, card, f"{url}/{name}.safetensors")
+        data = _download(f"{address}/{name}.safetensors")
+        _check_hash(data, card, f"{address}/{name}.safetensors")
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(weights, data)
     return Checkpoint(card, weights)
@@ -116,93 +187,14 @@ def _fetch(name: str, url: str) -> Checkpoint:
 
 def _download(url: str) -> bytes:
     if not url.startswith(("https://", "http://", "file://")):
-        raise CheckpointError(f"{url}: only https, http and file addresses are fetched")
+        raise CheckpointError(f"{url}: only https, http and file addresses are downloaded")
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             return response.read()
     except OSError as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
-        raise CheckpointError(f"{url}: cannot be fetched ({error})") from error
-
-
-# ----------------------------------------------------------------------------------------------------------- loading
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint,
-    *,
-    weights: bool = True,
-    constraint: Choice = "default",
-    projections: Projections | None = None,
-    preserve: bool | None = None,
-    **kwargs: Any,
-) -> nn.Module:
-    """Build the card's model and load its weights (unless `weights` is False).
-
-    The model is constrained as its card says.  Another `constraint`, `projections` or `preserve` (see `orthogonalize`)
-    replaces that after the weights are loaded; `constraint=None` makes every parameter free.  Other keywords go to
-    timm and win over the card's: `num_classes` gives a new head, `img_size` resamples the position embedding, `in_chans`
-    spreads the first convolution over other channels.
-    """
-    card = checkpoint.card
-    if not timm.is_model(card.architecture):
-        raise CheckpointError(f"{card.name}: there is no architecture {card.architecture!r}")
-    model = _build(card, kwargs)
-    init: Init = "keep" if weights else "polar"
-    orthogonalize(model, card.constraint, projections=card.projections, init=init, preserve=card.preserve)
-    if weights:
-        _load(model, _adapt(_read(checkpoint), model), card.name)
-        check_weights(model, card.name)
-    wanted = resolve(constraint, card.constraint)
-    projections = card.projections if projections is None else projections
-    preserve = card.preserve if preserve is None else preserve
-    if (wanted, projections, preserve) == (card.constraint, card.projections, card.preserve):
-        return model
-    return orthogonalize(_release(model), wanted, projections=projections, preserve=preserve)
-
-
-def _release(model: nn.Module) -> nn.Module:
-    """Make every constrained parameter a free one, its values as they are, and multiply cores into their weights."""
-    for module in model.modules():
-        if isinstance(module, CoredLinear):
-            module.fold()
-    for _, parameter in list(stiefel_parameters(model)):
-        del parameter.blocks, parameter.rows
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    model.__dict__.pop("orthogonal", None)
-    return model
-
-
-def _build(card: Card, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The architecture as timm builds it, nothing constrained yet."""
-    overlay = {
-        "tag": card.tag,
-        "mean": tuple(card.mean),
-        "std": tuple(card.std),
-        "num_classes": len(card.classes),
-        "label_names": tuple(card.classes),
-        "input_size": tuple(card.golden.shape[1:]),
-        "license": card.licence,
-    }
-    arguments = {**card.arguments, **kwargs}
-    if model_entrypoint(card.architecture).__module__.startswith("ortho_vit."):
-        arguments["constraint"] = "none"
-    try:
-        return timm.create_model(card.architecture, pretrained_cfg_overlay=overlay, **arguments)
-    except (TypeError, AssertionError) as error:
-        raise CheckpointError(
-            f"{card.name}: {card.architecture} cannot be built with {arguments} ({error})"
-        ) from error
-
-
-def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    data = checkpoint.weights.read_bytes()
-    _check_hash(data, checkpoint.card, str(checkpoint.weights))
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{checkpoint.weights}: not a safetensors file ({error})") from error
+        raise CheckpointError(f"{url}: cannot be downloaded ({error})") from error
 
 
 def _check_hash(data: bytes, card: Card, source: str) -> None:
@@ -213,29 +205,206 @@ def _check_hash(data: bytes, card: Card, source: str) -> None:
         )
 
 
-def _adapt(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Fit head, position embedding and first convolution to a model of other classes, image size or channels."""
-    cfg, own = model.pretrained_cfg, model.state_dict()
-    head = tuple(f"{cfg['classifier']}.{name}" for name in ("weight", "bias"))
-    if model.num_classes != cfg["num_classes"]:
-        tensors = {key: x for key, x in tensors.items() if key not in head}
-        tensors |= {key: own[key] for key in head if key in own}
-        model.new_head = True  # untrained
-    conv, position = f"{cfg['first_conv']}.weight", "pos_embed"
-    if conv in tensors and conv in own and tensors[conv].ndim == own[conv].ndim == 4:
-        tensors = {**tensors, conv: _spread_channels(tensors[conv], own[conv].shape[1])}
-    if position in tensors and position in own and tensors[position].shape[1] != own[position].shape[1]:
-        prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
-        size = list(model.patch_embed.grid_size)
-        tensors = {
-            **tensors,
-            position: resample_abs_pos_embed(tensors[position], size, num_prefix_tokens=prefix),
-        }
-    return tensors
+# ----------------------------------------------------------------------------------------------------------- writing
 
 
-def _spread_channels(weight: Tensor, channels: int) -> Tensor:
-    """A convolution over `channels` inputs that answers as before to an input that is equal in every channel."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there completely or not at all."""
+    trial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with trial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        trial.replace(path)
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def staged(path: Path) -> Path:
+    """Where a new version of `path` waits until weights and card are both complete."""
+    return path.with_name(f".{path.name}.new")
+
+
+@contextlib.contextmanager
+def only_writer(weights: Path) -> Iterator[None]:
+    """Within it no other process writes weights of this name; raises CheckpointError where one does already."""
+    path, file = weights.with_name(f".{weights.stem}.lock"), None
+    while file is None:
+        try:
+            file = lock(path)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{weights} is being written by {error}; wait, or choose another name"
+            ) from error
+        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+            file.close()  # its previous owner has just removed it
+            file = None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def publish(weights: Path) -> None:
+    """Replace weights and card by their staged versions.
+
+    The old card goes first, so that new weights never lie beside it.  A kill in between leaves the rest staged, and
+    `finish_exports` calls this again.
+    """
+    card = weights.with_suffix(".json")
+    if staged(weights).exists():
+        card.unlink(missing_ok=True)
+        staged(weights).replace(weights)
+    staged(card).replace(card)
+
+
+def finish_exports(folder: Path) -> None:
+    """Complete what a killed export has left: a staged card says that its weights are complete too."""
+    for card in folder.glob(".*.json.new"):
+        weights = folder / f"{card.name.removeprefix('.').removesuffix('.json.new')}.safetensors"
+        try:
+            with contextlib.suppress(CheckpointError), only_writer(weights):  # or its export is still running
+                if card.exists():
+                    publish(weights)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: an export was interrupted and cannot be completed ({error})"
+            ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """A `.ckpt` file, read with `weights_only=True`: tensors and plain values, no code."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint {path}" + (": it is a folder" if path.is_dir() else ""))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
+            _check_records(path)
+            content = torch.load(path, map_location=map_location, weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged input raises many kinds; torch's own advice is to execute the file
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            what = f"it holds more than tensors and plain values: it asks for {found[1]}"
+            raise CheckpointError(f"{path} is refused: {what}") from error
+        reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+        raise CheckpointError(f"{path} is damaged or not a checkpoint{reason}; use another copy") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
+    return content
+
+
+def _check_records(path: Path) -> None:
+    """Raise for compressed records, and for checksums that are wrong: torch writes neither, and checks neither."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+        if compressed or sum(record.file_size for record in records) > path.stat().st_size:
+            raise CheckpointError(f"{path} is refused: its records are compressed, which torch never does")
+        if damaged := archive.testzip():
+            raise ValueError(f"{damaged} has another checksum")
+
+
+def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state dict of a model, from safetensors, from a plain state dict, or from a run checkpoint.
+
+    With it the run's hyper-parameters, which are empty for other files.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        if not path.is_file():
+            raise CheckpointError(f"no weights {path}")
+        try:
+            return safetensors.torch.load_file(path), {}
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged or not a safetensors file ({error})") from error
+    content, run = read_checkpoint(path), {}
+    if "state_dict" in content:
+        run, state = content.get("hyper_parameters", {}), content["state_dict"]
+        state = state if isinstance(state, dict) else {}
+        content = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+    if not content or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} has no weights of a classifier in it")
+    return content, run if isinstance(run, dict) else {}
+
+
+# ----------------------------------------------------------------------------------------------------------- loading
+
+
+def is_head(name: str) -> bool:
+    """Whether a parameter belongs to the classifier; distilled models have two."""
+    return name.partition(".")[0] in ("head", "head_dist", "head_drop")
+
+
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], source: str, *, orthonormal: bool = False
+) -> list[str]:
+    """Load weights of the same architecture, and return the names of the head's parameters if it stays untrained.
+
+    Positions, patches and channels are resampled to the model's.  The head is left as it is where the number of classes
+    differs.  `orthonormal` says that they were trained on the manifold, so being off it means damage.
+    """
+    own = model.state_dict()
+    fitted = _fit(dict(weights), model, own, source)
+    head = sorted(
+        k for k in own if _is_head_of(model, k) and (k not in fitted or fitted[k].shape != own[k].shape)
+    )
+    fitted = {k: v for k, v in fitted.items() if k not in head and (k in own or not _is_head_of(model, k))}
+    _check_names_and_shapes(own, fitted, head, source)
+    check_types(own, fitted, source)
+    check_finite(fitted, source)
+    if orthonormal:
+        check_manifold(model, fitted, source)
+    model.load_state_dict(fitted, strict=False)
+    return head
+
+
+def _config(model: nn.Module, key: str) -> list[str]:
+    """An entry of timm's configuration that names layers: one, several or none."""
+    value = (getattr(model, "pretrained_cfg", None) or {}).get(key) or ()
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _is_head_of(model: nn.Module, name: str) -> bool:
+    return is_head(name) or name.rpartition(".")[0] in _config(model, "classifier")
+
+
+def _fit(
+    weights: dict[str, Tensor], model: nn.Module, own: Mapping[str, Tensor], source: str
+) -> dict[str, Tensor]:
+    """The weights at the model's number of channels and, by timm's rules, size of patches and number of positions."""
+    for conv in _config(model, "first_conv"):
+        key = f"{conv}.weight"
+        if key in weights and key in own and weights[key].ndim == own[key].ndim == 4:
+            weights[key] = spread_channels(weights[key], own[key].shape[1])
+    nested = {
+        "model",
+        "state_dict",
+        "encoder",
+    } & weights.keys()  # timm would look for the state dict in these
+    if not isinstance(model, VisionTransformer) or nested:
+        return weights
+    try:
+        return checkpoint_filter_fn(weights, model)
+    except (RuntimeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{source} is of another architecture: it cannot be resampled ({reason})"
+        ) from error
+
+
+def spread_channels(weight: Tensor, channels: int) -> Tensor:
+    """A convolution over `channels` inputs with the same output for an image that is equal in every channel.
+
+    timm's `adapt_input_conv` does not keep that output for two channels, and only starts from three.
+    """
     before = weight.shape[1]
     if channels <= before:
         return torch.stack([weight[:, i::channels].sum(1) for i in range(channels)], 1)
@@ -243,37 +412,63 @@ def _spread_channels(weight: Tensor, channels: int) -> Tensor:
     return torch.stack([weight[:, i % before] / copies[i % before] for i in range(channels)], 1)
 
 
-def _load(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
-    own = model.state_dict()
-    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing or unexpected:
-        what = [f"no {key}" for key in missing[:1]] + [f"an unknown {key}" for key in unexpected[:1]]
-        more = f", and {count} more" if (count := len(missing) + len(unexpected) - len(what)) else ""
-        raise CheckpointError(f"{name}: the weights are of another architecture: {' and '.join(what)}{more}")
-    for key, x in own.items():
-        if tensors[key].shape != x.shape:
+def _check_names_and_shapes(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], head: Sequence[str], source: str
+) -> None:
+    missing, unknown = sorted(own.keys() - weights.keys() - set(head)), sorted(weights.keys() - own.keys())
+    for what, names in (("no", missing), ("an unknown", unknown)):
+        if names:
             raise CheckpointError(
-                f"{name}: the weights are of another architecture: {key} is {tuple(tensors[key].shape)}, "
-                f"not {tuple(x.shape)}"
+                f"{source} is of another architecture: it has {what} {names[0]!r} ({len(names)} such)"
             )
-    model.load_state_dict(tensors)
+    different = [key for key in weights if weights[key].shape != own[key].shape]
+    if different:
+        key = different[0]
+        shapes = f"{tuple(weights[key].shape)}, not {tuple(own[key].shape)}"
+        raise CheckpointError(
+            f"{source} is of another architecture: its {key!r} is {shapes} ({len(different)} such)"
+        )
 
 
-def check_weights(model: nn.Module, name: str) -> None:
-    """Raise for weights that are not finite, or not on the manifold where they are constrained."""
-    for key, x in model.state_dict().items():
-        if not x.isfinite().all():
-            raise CheckpointError(f"{name}: {key} has entries that are not finite")
-    for key, parameter in stiefel_parameters(model):
-        error, limit = orthogonality_error(parameter), TOLERANCE.get(parameter.dtype, ROUNDED_TOLERANCE)
+def check_types(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise where weights are integers and the model's are not, or the other way round."""
+    for key, x in weights.items():
+        if key in own and x.dtype != own[key].dtype and not (x.dtype in FLOATS and own[key].dtype in FLOATS):
+            raise CheckpointError(f"{source} is refused: its {key!r} is {x.dtype}, not {own[key].dtype}")
+
+
+def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
+    bad = next((key for key, value in weights.items() if not value.isfinite().all()), None)
+    if bad is not None:
+        raise CheckpointError(f"{source} is refused: {bad!r} has entries that are not finite")
+
+
+def check_manifold(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise where weights for the model's constrained parameters are not orthonormal."""
+    for name, parameter in stiefel_parameters(model):
+        X = weights.get(name)
+        if X is None or X.shape != parameter.shape:
+            continue
+        error = orthogonality_error(cut_blocks(X.detach(), parameter.blocks, parameter.rows))
+        limit = TOLERANCE.get(X.dtype, ROUNDED_TOLERANCE)
         if not error <= limit:
             raise CheckpointError(
-                f"{name}: {key} is off the Stiefel manifold: max |X Xᵀ − I| = {error:.2g}, more than {limit:.0e}"
+                f"{source} is refused: its {name!r} is off the manifold by {error:.2g}, more than {limit:.0e}, where its "
+                "training has kept it; the file is damaged, use another copy"
             )
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    trial = path.with_name(f".{path.name}.{os.getpid()}")
-    trial.write_bytes(data)
-    trial.replace(path)
+@torch.no_grad()
+def project_rounded(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Project the constrained parameters whose weights were stored in float16 or bfloat16: rounding took them off."""
+    for name, parameter in stiefel_parameters(model):
+        if name in weights and weights[name].dtype not in TOLERANCE:
+            X = parameter.matrices()
+            X.copy_(polar(X))
+
+
+def check_weights(model: nn.Module, source: str) -> None:
+    """Raise for a model with weights that are not finite, or not on the manifold where they are constrained."""
+    weights = model.state_dict()
+    check_finite(weights, source)
+    check_manifold(model, weights, source)

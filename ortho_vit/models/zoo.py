@@ -1,22 +1,29 @@
-"""The zoo: timm's `VisionTransformer` in seven sizes, registered with timm, its attention on the Stiefel manifold.
+"""The zoo, and the way from a name to a model.
 
     name                             image    patch   width   depth   heads   mlp   parameters
     ortho_vit_digits                  8×8×1     4       64      3       4      2       0.1 M
     ortho_vit_pico                   32×32      8       96      4       6      2       0.3 M
     ortho_vit_nano                   32×32      4       96      4       6      2       0.3 M
+    ortho_vit_compact                32×32     (4)     128      2       2      1       0.3 M   convolutional stem
     ortho_vit_cifar                  32×32      4      384      7      12      1       6.3 M   the paper's
     ortho_vit_tiny_patch16_224      224×224    16      192     12       3      4       5.7 M   DeiT's
     ortho_vit_small_patch16_224     224×224    16      384     12       6      4        22 M   DeiT's
     ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
 
-Besides timm's own keywords each takes `constraint` ("within", "across" or "none"; by default "within", or what loaded
-weights were trained with) and `projections` ("q", "qk", "qkv" or "qk+mlp").  "none" stands for None, because
-`timm.create_model` drops keywords that are None.
+Each is timm's `VisionTransformer`, registered with timm, as are our optimizers.  Besides timm's own keywords each takes
+those of `create_model`; there `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
+
+Tags are looked up when a model is created, so that importing this module does not look at the disk.  The price is that
+`timm.list_models(pretrained=True)` does not list our weights; `ortho_vit.list_models(pretrained=True)` does.
 """
 
-import dataclasses
-from typing import Any, cast
+import fnmatch
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
+import timm
 from timm.models import (
     VisionTransformer,
     build_model_with_cfg,
@@ -25,24 +32,34 @@ from timm.models import (
     resolve_pretrained_cfg,
 )
 from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.optim import OptimInfo
+from timm.optim._optim_factory import default_registry
+from torch import nn
 
-from ortho_vit.errors import CheckpointError
-from ortho_vit.models import weights as checkpoints
-from ortho_vit.models.orthogonalize import Choice, Init, Projections, orthogonalize, resolve
+from ortho_vit.errors import CheckpointError, did_you_mean
+from ortho_vit.models.card import Card
+from ortho_vit.models.compact import CompactTransformer
+from ortho_vit.models.orthogonalize import Projections, orthogonalize, release
+from ortho_vit.models.spec import Choice, ModelSpec, resolve
+from ortho_vit.models.weights import (
+    Checkpoint,
+    Source,
+    available,
+    check_weights,
+    find_checkpoint,
+    is_place,
+    load_weights,
+    read_weights,
+)
 
 __all__: list[str] = []  # `register_model` adds each name
 
 INPUT = {"first_conv": "patch_embed.proj", "classifier": "head", "fixed_input_size": True, "license": "mit"}
-DIGITS = {
-    **INPUT,
-    "input_size": (1, 8, 8),
-    "num_classes": 10,
-    "crop_pct": 1.0,
-    "mean": (0.3053,),
-    "std": (0.3759,),
-}
+DIGITS = {**INPUT, "input_size": (1, 8, 8), "num_classes": 10, "crop_pct": 1.0}
+DIGITS |= {"mean": (0.3053,), "std": (0.3759,)}
 CIFAR = {**INPUT, "input_size": (3, 32, 32), "num_classes": 10, "crop_pct": 1.0}
 CIFAR |= {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
+COMPACT = {**CIFAR, "first_conv": "patch_embed.layers.0"}
 IMAGENET = {**INPUT, "input_size": (3, 224, 224), "num_classes": 1000, "crop_pct": 0.9}
 
 default_cfgs = generate_default_cfgs(
@@ -50,6 +67,7 @@ default_cfgs = generate_default_cfgs(
         "ortho_vit_digits": DIGITS,
         "ortho_vit_pico": CIFAR,
         "ortho_vit_nano": CIFAR,
+        "ortho_vit_compact": COMPACT,
         "ortho_vit_cifar": CIFAR,
         "ortho_vit_tiny_patch16_224": IMAGENET,
         "ortho_vit_small_patch16_224": IMAGENET,
@@ -57,98 +75,335 @@ default_cfgs = generate_default_cfgs(
     }
 )
 
+SIZES: dict[str, dict[str, Any]] = {
+    "ortho_vit_digits": {
+        "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "qkv_bias": False,
+    },
+    "ortho_vit_pico": {
+        "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False,
+    },
+    "ortho_vit_nano": {
+        "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False,
+    },
+    "ortho_vit_compact": {
+        "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 2, "mlp_ratio": 1, "qkv_bias": False,
+        "class_token": False, "global_pool": "avg", "fc_norm": False,
+    },
+    # Kong, Wang & Tao (ICLR 2023), section 4.2: 6,260,746 parameters
+    "ortho_vit_cifar": {
+        "patch_size": 4, "embed_dim": 384, "depth": 7, "num_heads": 12, "mlp_ratio": 1, "qkv_bias": False,
+    },
+    "ortho_vit_tiny_patch16_224": {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},
+    "ortho_vit_small_patch16_224": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
+    "ortho_vit_base_patch16_224": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
+}  # fmt: skip
 
-# So that timm knows architecture.tag; the untagged name stays without weights.
-for _name in checkpoints.available():
-    _architecture, _, _tag = _name.partition(".")
-    if _architecture in default_cfgs:
-        _entry = default_cfgs[_architecture]
-        _entry.tags.append(_tag)
-        _entry.cfgs[_tag] = dataclasses.replace(_entry.cfgs[""], file=checkpoints.path_of(_name))
+
+OPTIMIZERS = (
+    "StiefelSGD", "StiefelAdam", "StiefelAdamW", "MomentumlessStiefelSGD", "ProjectedStiefelSGD", "ProjectedStiefelAdam",
+    "RegularizedSGD", "RegularizedAdam",
+)  # fmt: skip
 
 
-def _build(
+# ------------------------------------------------------------------------------------------------- by name
+
+
+def create_model(
     name: str,
-    pretrained: bool,
-    architecture: dict[str, Any],
+    pretrained: bool = False,
     *,
     constraint: Choice = "default",
     projections: Projections | None = None,
-    pretrained_cfg: Any = None,
-    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    preserve: bool | None = None,
+    scale: bool | None = None,
+    checkpoints: Source | None = None,
+    verify: bool = False,
     **kwargs: Any,
-) -> VisionTransformer:
-    cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay)
-    from_hub = cfg.source in ("hf-hub", "local-dir")
-    if cfg.file and not from_hub:
-        checkpoint = checkpoints.Checkpoint.open(cfg.file)
-        choice: dict[str, Any] = {"constraint": constraint, "projections": projections}
-        return cast(
-            VisionTransformer, checkpoints.load_checkpoint(checkpoint, weights=pretrained, **choice, **kwargs)
+) -> nn.Module:
+    """Build a model of the zoo, or any of timm's with its attention constrained.
+
+    Args:
+        name: an architecture of `list_models()` or `timm.list_models()`, or architecture.tag to say which weights; or
+            the file, the folder or the address (https://...) of trained weights with a card.
+        pretrained: load the weights: a checkpoint of ours by that name if there is one, otherwise timm's.
+        constraint: "within", "across", the number of heads that share a block, or None; see `orthogonalize`.  By default
+            what the checkpoint was trained with; without one, "within" for the zoo's models and None for timm's.
+        projections: which of W^Q, W^K, W^V are constrained, and with "qk+mlp" the MLPs; see `orthogonalize`.  By
+            default the checkpoint's, or "qk".
+        preserve: constrain without changing the function that the weights compute; see `orthogonalize`.  By default the
+            checkpoint's, or False.
+        scale: give each head a learned scalar; see `orthogonalize`.  By default the checkpoint's, or False.
+        checkpoints: where weights are looked for: a folder, a file or an https address; by default what
+            ORTHO_VIT_CHECKPOINTS names and the weights that come with the package.
+        verify: check that the loaded weights give the logits on their card.
+        kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
+    """
+    chosen: dict[str, Any] = {"projections": projections, "preserve": preserve, "scale": scale}
+    checkpoint = _checkpoint_for(name, pretrained, checkpoints)
+    if checkpoint is not None:
+        return load_checkpoint(
+            checkpoint, weights=pretrained, constraint=constraint, verify=verify, **chosen, **kwargs
         )
-    if pretrained and not from_hub:
-        have = ", ".join(n for n in checkpoints.available() if n.startswith(name + ".")) or "none yet"
-        raise CheckpointError(f"{name}: name the weights to load, one of: {have}")
-    image, patch = kwargs.get("img_size") or cfg.input_size[-1], {**architecture, **kwargs}["patch_size"]
-    padded = kwargs.get("dynamic_img_pad", False)
+    if verify:
+        raise CheckpointError(
+            f"{name}: verify=True needs weights with a card; list_models(pretrained=True) has them"
+        )
+    spec = ModelSpec(name, "within" if name in SIZES else None).choose(constraint, **chosen)
+    return orthogonalize(_build_free(name, kwargs, pretrained=pretrained), **spec.attention)
+
+
+def list_models(filter: str = "*", pretrained: bool = False) -> list[str]:
+    """The zoo's architectures that match a pattern such as "*patch16*"; with `pretrained`, the names of its weights."""
+    return fnmatch.filter(available() if pretrained else sorted(SIZES), filter)
+
+
+def _checkpoint_for(name: str, pretrained: bool, source: Source | None) -> Checkpoint | None:
+    """The weights that a name asks for, if they are ours."""
+    if name.startswith(("hf-hub:", "local-dir:")):
+        return None
+    architecture, _, tag = name.partition(".")
+    if name != architecture and is_place(name):
+        return find_checkpoint(name)
+    if not timm.is_model(architecture):
+        if name and Path(name).exists():
+            return find_checkpoint(name)
+        hint = did_you_mean(name, [*SIZES, *timm.list_models()]).removeprefix("; ")
+        raise ValueError(f"unknown model {name!r}; {f'{hint} ' if hint else ''}list_models() has them all")
+    wanted = tag or pretrained
+    if not wanted or (architecture not in SIZES and source is None and name not in available()):
+        return None
+    return find_checkpoint(name if tag else _only_tag(architecture, source), source)
+
+
+def _only_tag(architecture: str, source: Source | None) -> str:
+    if source is not None and os.fspath(source).endswith((".safetensors", ".json")):
+        return find_checkpoint(source).card.name
+    names = [name for name in available(source) if name.startswith(f"{architecture}.")]
+    if len(names) != 1:
+        have = f"name one: {', '.join(names)}" if names else "list_models(pretrained=True) has them all"
+        raise CheckpointError(f"{architecture} has {len(names) or 'no'} trained weights; {have}")
+    return names[0]
+
+
+# ---------------------------------------------------------------------------------------------- from weights
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    weights: bool = True,
+    constraint: Choice = "default",
+    projections: Projections | None = None,
+    preserve: bool | None = None,
+    scale: bool | None = None,
+    verify: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
+    """Build the card's model and load its weights (unless `weights` is False).
+
+    The model is constrained as its card says.  Another `constraint`, `projections`, `preserve` or `scale` (see
+    `orthogonalize`) replaces that after the weights are loaded; `constraint=None` makes every parameter free.  Other
+    keywords go to timm and override the card's: `num_classes` gives a new head, `img_size` resamples the position
+    embedding, `in_chans` adapts the first convolution to other channels.  `verify` checks the card's logits first.
+    """
+    trained = checkpoint.card.spec.choose(constraint, projections=projections, preserve=preserve, scale=scale)
+    num_classes = kwargs.pop("num_classes", trained.num_classes)
+    spec = trained.replace(num_classes=num_classes, arguments=trained.arguments | kwargs)
+    if verify:
+        verify_checkpoint(checkpoint)
+    if not weights:
+        return orthogonalize(_build_for(checkpoint.card, spec), **spec.attention)
+    return _load(checkpoint, spec)[0]
+
+
+def verify_checkpoint(checkpoint: Checkpoint | Source) -> float:
+    """The largest difference between the logits on a card and those of its weights, loaded and run on this machine.
+
+    Takes what `find_checkpoint` takes.  Raises CheckpointError for weights that are not what their card says.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = find_checkpoint(checkpoint)
+    return checkpoint.card.check_golden(load_checkpoint(checkpoint))
+
+
+class Claims(Protocol):
+    """Whether a run with these hyper-parameters has kept its constrained weights on the manifold."""
+
+    def __call__(self, run: Mapping[str, Any]) -> bool: ...
+
+
+def build(spec: ModelSpec) -> nn.Module:
+    """The model of a description, untrained; a tag in its name gives the architecture of that card."""
+    return create_model(spec.name, **_choice(spec), **spec.keywords)
+
+
+def build_from(spec: ModelSpec, weights: str, claims: Claims = lambda run: False) -> tuple[nn.Module, bool]:
+    """The model of a description with weights to start from, and whether its head is untrained.
+
+    `weights` are trained weights with a card (a name, a file, a folder or an address), timm's weights by their name, or a
+    file of weights alone: a .safetensors file, a state dict, a run checkpoint.  Those of a run that `claims` to be on the
+    manifold must be.
+    """
+    if _is_file_alone(weights):
+        model = build(spec)
+        tensors, run = read_weights(weights)
+        orthonormal = bool(run) and claims(run) and _same_blocks(spec, run)
+        return model, bool(load_weights(model, tensors, weights, orthonormal=orthonormal))
+    checkpoint = _checkpoint_for(weights, True, None)
+    theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
+    if theirs != spec.architecture:
+        raise CheckpointError(
+            f"weights {weights!r} are of another model, {theirs!r}; name a .safetensors or .ckpt file of "
+            f"{spec.architecture!r}, or one of list_models('{spec.architecture}*', pretrained=True)"
+        )
+    if checkpoint is not None:
+        model, head = _load(checkpoint, spec)
+        return model, bool(head)
+    model = create_model(weights, pretrained=True, **_choice(spec), **spec.keywords)
+    config: Any = model.pretrained_cfg
+    return model, bool(model.num_classes != config["num_classes"])
+
+
+def _is_file_alone(weights: str) -> bool:
+    """Whether `weights` means a file without a card."""
+    path = Path(weights)
+    local = is_place(weights) and "://" not in weights and not path.is_dir()
+    return local and not path.with_suffix(".json").is_file()
+
+
+def _same_blocks(spec: ModelSpec, run: Mapping[str, Any]) -> bool:
+    theirs = ModelSpec.from_options(run)
+    return (spec.constraint, spec.projections) == (theirs.constraint, theirs.projections)
+
+
+def _choice(spec: ModelSpec) -> dict[str, Any]:
+    return spec.attention | {"constraint": "none" if spec.constraint is None else spec.constraint}
+
+
+def _load(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[nn.Module, list[str]]:
+    """The model of a description with a checkpoint's weights, and the names of its head's parameters if it is untrained."""
+    card, trained = checkpoint.card, checkpoint.card.spec
+    model = orthogonalize(_build_for(card, spec), **trained.attention, init="keep")
+    head = load_weights(model, checkpoint.read(), card.name, orthonormal=True)
+    if spec.attention != trained.attention:
+        orthogonalize(release(model), **spec.attention)
+    return model, head
+
+
+# ------------------------------------------------------------------------------------ with nothing constrained
+
+
+def _build_for(card: Card, spec: ModelSpec) -> nn.Module:
+    """The architecture of a card, with timm's configuration filled in from it."""
+    if not timm.is_model(card.architecture):
+        raise CheckpointError(f"{card.name}: there is no architecture {card.architecture!r}")
+    overlay = {
+        "tag": card.tag,
+        "mean": tuple(card.mean),
+        "std": tuple(card.std),
+        "num_classes": len(card.classes),
+        "label_names": tuple(card.classes),
+        "input_size": tuple(card.golden.shape[1:]),
+        "crop_pct": card.crop_pct,
+        "license": card.licence,
+    }
+    try:
+        return _build_free(card.architecture, spec.keywords, overlay=overlay)
+    except ValueError as error:
+        raise CheckpointError(f"{card.name}: {error}") from error
+
+
+def _build_free(
+    name: str, kwargs: dict[str, Any], *, pretrained: bool = False, overlay: dict[str, Any] | None = None
+) -> nn.Module:
+    """An architecture by its name, with nothing constrained."""
+    try:
+        if name in SIZES:
+            return _build_ours(name, kwargs, overlay)
+        return timm.create_model(name, pretrained, pretrained_cfg_overlay=overlay, **kwargs)
+    except (TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"{name} cannot be built with {kwargs}: {' '.join(str(error).split())}") from error
+
+
+def _build_ours(
+    name: str,
+    kwargs: dict[str, Any],
+    overlay: dict[str, Any] | None = None,
+    hub: dict[str, Any] | None = None,
+) -> VisionTransformer:
+    """A model of the zoo; with the configuration of a hub's folder, its weights too."""
+    cfg = resolve_pretrained_cfg(name, hub, overlay)
+    arguments = {**SIZES[name], **{key: value for key, value in kwargs.items() if value is not None}}
+    image, patch = arguments.get("img_size") or cfg.input_size[-1], arguments["patch_size"]
+    padded = arguments.get("dynamic_img_pad", False)
     if isinstance(image, int) and isinstance(patch, int) and patch > 0 and image % patch and not padded:
         raise ValueError(
-            f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would not be seen"
+            f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would be ignored"
         )
-    model = build_model_with_cfg(
-        VisionTransformer,
+    return build_model_with_cfg(
+        CompactTransformer if name == "ortho_vit_compact" else VisionTransformer,
         name,
-        pretrained,
+        pretrained=hub is not None,
         pretrained_cfg=cfg.to_dict(),
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-        **{**architecture, **kwargs},
+        **arguments,
     )
-    init: Init = "keep" if pretrained else "polar"
-    orthogonalize(model, resolve(constraint, "within"), projections=projections or "qk", init=init)
+
+
+# --------------------------------------------------------------------------------------- registered with timm
+
+
+def _entry_point(name: str) -> Callable[..., nn.Module]:
+    def create(
+        pretrained: bool = False,
+        pretrained_cfg: Any = None,
+        pretrained_cfg_overlay: dict[str, Any] | None = None,
+        cache_dir: Any = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        if isinstance(pretrained_cfg, dict):  # "local-dir:FOLDER" or "hf-hub:NAME"
+            return _from_hub(name, pretrained, pretrained_cfg, **kwargs)
+        return create_model(f"{name}.{pretrained_cfg}" if pretrained_cfg else name, pretrained, **kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name}; see `ortho_vit.create_model` for its keywords."
+    return create
+
+
+def _from_hub(
+    name: str,
+    pretrained: bool,
+    cfg: dict[str, Any],
+    *,
+    constraint: Choice = "default",
+    projections: Projections = "qk",
+    **kwargs: Any,
+) -> nn.Module:
+    """A model of a hub's folder that names an architecture of ours, as version 0.1 wrote them."""
+    model = _build_ours(name, kwargs, hub=cfg if pretrained else None)
+    init: Any = "keep" if pretrained else "polar"
+    orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
     if pretrained:
-        checkpoints.check_weights(model, name)
+        check_weights(model, name)
     return model
 
 
-@register_model
-def ortho_vit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "qkv_bias": False}
-    return _build("ortho_vit_digits", pretrained, size, **kwargs)
+def _register_optimizers() -> None:
+    """Let `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")` know ours; timm imports one when it is asked for."""
+    for name in OPTIMIZERS:
+        adaptive = "Adam" in name
+        info = OptimInfo(
+            name=name.lower(),
+            opt_class=f"ortho_vit.optim.{name}",
+            description=f"{name} of ortho_vit, for models with orthonormal weights",
+            has_eps=adaptive,
+            has_betas=adaptive,
+            has_momentum=not adaptive,
+        )
+        default_registry.register(info)
 
 
-@register_model
-def ortho_vit_pico(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False}
-    return _build("ortho_vit_pico", pretrained, size, **kwargs)
-
-
-@register_model
-def ortho_vit_nano(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False}
-    return _build("ortho_vit_nano", pretrained, size, **kwargs)
-
-
-@register_model
-def ortho_vit_cifar(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """The network of Kong, Wang & Tao (ICLR 2023), section 4.2: 6,260,746 parameters."""
-    size = {"patch_size": 4, "embed_dim": 384, "depth": 7, "num_heads": 12, "mlp_ratio": 1, "qkv_bias": False}
-    return _build("ortho_vit_cifar", pretrained, size, **kwargs)
-
-
-@register_model
-def ortho_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _build("ortho_vit_tiny_patch16_224", pretrained, size, **kwargs)
-
-
-@register_model
-def ortho_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _build("ortho_vit_small_patch16_224", pretrained, size, **kwargs)
-
-
-@register_model
-def ortho_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    size = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _build("ortho_vit_base_patch16_224", pretrained, size, **kwargs)
+for _name in SIZES:
+    globals()[_name] = register_model(_entry_point(_name))
+_register_optimizers()

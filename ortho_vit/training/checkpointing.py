@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ortho_vit.files import lock
+from ortho_vit.models.weights import read_checkpoint
 from ortho_vit.optim.base import all_finite
 from ortho_vit.training.stopping import signals
-from ortho_vit.training.weights import read_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

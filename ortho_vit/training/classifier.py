@@ -12,11 +12,10 @@ import importlib
 import math
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -31,7 +30,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from ortho_vit.models import Checkpoint, create_model, list_models, load_checkpoint
+from ortho_vit import optim
+from ortho_vit.models import ModelSpec
+from ortho_vit.models.orthogonalize import Constraint, Projections
+from ortho_vit.models.weights import check_finite, check_manifold, check_types, is_head
+from ortho_vit.models.zoo import build, build_from
 from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
@@ -40,16 +43,7 @@ from ortho_vit.training.finite_steps import FiniteSteps, Seen
 from ortho_vit.training.metrics import Mean, restore, state_of
 from ortho_vit.training.schedule import warmup_cosine
 from ortho_vit.training.stopping import StopOnSignal
-from ortho_vit.training.weights import (
-    check_finite,
-    check_manifold,
-    is_file,
-    is_head,
-    keeps_manifold,
-    load_weights,
-)
 
-RESERVED = {"constraint", "num_classes", "pretrained", "pretrained_cfg", "checkpoint_path", "checkpoints"}
 SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 
@@ -60,12 +54,17 @@ class Classifier(L.LightningModule):
     Args:
         name: the model, as `create_model` knows it.
         optimizer: the optimizer's class and arguments.  With a constraint it must be one of `ortho_vit.optim`.
-        constraint: which attention weights are orthonormal: "within" each head, "across" heads, or null for none.
+        constraint: which attention weights are orthonormal: "within" each head, "across" heads, the number of heads that
+            share a block, or null for none.
+        projections: which projections are constrained: "q", "qk" or "qkv", or "qk+mlp" for both layers of the MLPs too.
+        preserve: keep the function of the weights that training starts from, with a free core after each constrained
+            projection.
+        scale: give each head a learned scalar that multiplies its logits.
         num_classes: how many classes; null takes the number from the data.
         model_kwargs: further arguments of the model, such as `drop_path_rate`.
-        weights: where fine-tuning starts: a model's name with its tag, a `.safetensors` file, or a `.ckpt` file of
-            another run.  The classifier's head is left out where the number of classes differs.  To continue a run that
-            was interrupted, use `ckpt_path` instead.
+        weights: where fine-tuning starts: a model's name with its tag, a `.safetensors` file, a folder or an https address
+            with one, or a `.ckpt` file of another run.  The classifier's head is left out where the number of classes
+            differs.  To continue a run that was interrupted, use `ckpt_path` instead.
         label_smoothing: the share of the target that is spread over all classes.
         warmup_epochs: how long the learning rate rises before it falls along a cosine to 0.01 of its peak.
         layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
@@ -80,7 +79,10 @@ class Classifier(L.LightningModule):
         name: str,
         optimizer: OptimizerFactory,
         *,
-        constraint: Literal["within", "across"] | None = "within",
+        constraint: Constraint = "within",
+        projections: Projections = "qk",
+        preserve: bool = False,
+        scale: bool = False,
         num_classes: int | None = None,
         model_kwargs: dict[str, Any] | None = None,
         weights: str | None = None,
@@ -106,17 +108,19 @@ class Classifier(L.LightningModule):
         self._require(0 <= label_smoothing < 1, f"label_smoothing must be in [0, 1), got {label_smoothing}")
         self._require(0 <= warmup_epochs < math.inf, f"warmup_epochs must be at least 0, got {warmup_epochs}")
         self._require(0 < layer_decay <= 1, f"layer_decay must be in (0, 1], got {layer_decay}")
-        own = RESERVED & set(model_kwargs or {})
-        self._require(not own, f"model_kwargs must be the model's own, got {', '.join(sorted(own))}")
+        spec = _spec(locals())
         recipe, optimizer = _as_plain(optimizer), _as_factory(optimizer)
         self.save_hyperparameters()  # from the command line these are the parsed values already
         self.hparams["optimizer"] = self.hparams["optimizer"] if recipe is None else recipe
+        self.hparams.update(spec.options())  # with what may stand in model_kwargs too in its own place
 
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.warmup_epochs, self.layer_decay = warmup_epochs, layer_decay
-        self.model = _build(
-            name, weights, constraint=constraint, num_classes=num_classes, **(model_kwargs or {})
-        )
+        self.spec, self.untrained_head = spec, False
+        if weights is None:
+            self.model = build(spec)
+        else:
+            self.model, self.untrained_head = build_from(spec, weights, keeps_manifold)
         self._freeze(freeze or [])
         if constraint is not None and not any(True for _ in stiefel_parameters(self.model)):
             raise ValueError(
@@ -351,14 +355,15 @@ class Classifier(L.LightningModule):
 
     def check_checkpoint(self, checkpoint: dict[str, Any], source: str) -> None:
         """Raise ValueError for weights or a momentum that no run of ours has written."""
-        theirs = checkpoint["state_dict"]
-        for name, x in self.state_dict().items():
+        theirs, ours = checkpoint["state_dict"], self.state_dict()
+        for name, x in ours.items():
             if name not in theirs or theirs[name].shape != x.shape:
                 raise ValueError(
                     f"{source} is of another model: its {name!r} is missing, or of another shape"
                 )
         for key in ("state_dict", "current_model_state"):  # with averaging, the average and the weights
             weights = checkpoint.get(key, {})
+            check_types(ours, weights, source)
             check_finite(weights, source)
             if keeps_manifold(self.hparams):
                 check_manifold(self, weights, source)
@@ -370,28 +375,20 @@ class Classifier(L.LightningModule):
                 check_finite(tensors, source)
 
 
-def _build(name: str, weights: str | None, **kwargs: Any) -> nn.Module:
-    if weights is None:
-        return create_model(name, **kwargs)
-    kwargs.setdefault("projections", "qk")  # and not the card's: a run is built again without it
-    kwargs.setdefault("preserve", False)
-    architecture = name.partition(".")[0]
-    if is_file(weights) and not Path(weights).with_suffix(".json").is_file():
-        return load_weights(create_model(name, **kwargs), weights)
-    checkpoint = Checkpoint.open(weights) if is_file(weights) else None
-    theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
-    if theirs != architecture:
-        known = checkpoint or weights in list_models(pretrained=True)
-        what = f"of another model, {theirs!r}" if known else "neither a file nor the name of weights"
-        raise ValueError(
-            f"weights {weights!r} are {what}; name a .safetensors or .ckpt file of {architecture!r}, "
-            f"or one of list_models('{architecture}*', pretrained=True)"
-        )
-    return (
-        load_checkpoint(checkpoint, **kwargs)
-        if checkpoint
-        else create_model(weights, pretrained=True, **kwargs)
-    )
+def _spec(options: dict[str, Any]) -> ModelSpec:
+    try:
+        return ModelSpec.from_options(options)
+    except ValueError as error:
+        raise ValueError(f"Classifier: model_kwargs: {error}") from error
+
+
+def keeps_manifold(run: Any) -> bool:
+    """Whether a run of these hyper-parameters claims that its constrained weights are orthonormal."""
+    recipe = run.get("optimizer") if isinstance(run, Mapping) and run.get("constraint") else None
+    if not isinstance(recipe, dict):
+        return False
+    optimizer = getattr(optim, str(recipe.get("class_path")).rpartition(".")[2], None)  # of this package only
+    return getattr(optimizer, "exact", False) and (recipe.get("init_args") or {}).get("inner_steps") is None
 
 
 def _seed_everything(*parts: int) -> None:

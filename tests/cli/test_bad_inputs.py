@@ -135,10 +135,10 @@ COMMANDS = {
     "heads that do not divide": (kwargs("{num_heads: 5}"), "cannot be built with .*'num_heads': 5.*divisible"),
     "no heads": (kwargs("{num_heads: 0}"), "cannot be built with .*'num_heads': 0"),
     "a misspelt keyword of the model": (kwargs("{depht: 3}"), "cannot be built with .*depht"),
-    "a keyword that has an option": (kwargs("{constraint: within}"), "must be the model's own, got constraint"),
-    "weights by the back door": (kwargs("{checkpoint_path: x.pt}"), "must be the model's own, got checkpoint_path"),
+    "a keyword that has an option": (kwargs("{constraint: within}"), "must be the architecture's own, got constraint"),
+    "weights by the back door": (kwargs("{checkpoint_path: x.pt}"), "must be the architecture's own, got checkpoint_path"),
     "unknown projections": (kwargs("{projections: qq}"), "projections must be one of .* got 'qq'"),
-    "a constraint typo": (options("--model.constraint inside"), "expected null or 'within' or 'across', got inside"),
+    "a constraint typo": (options("--model.constraint inside"), "expected int or null or 'within' or 'across', got inside"),
     "an optimizer without constraint": (options("--model.optimizer torch.optim.AdamW"), "AdamW would ignore the constr"),
     "a misspelt class": (options("--model.optimizer StiefelSGG"), "'StiefelSGG' is no known class"),
     "a misspelt class with its path": (options("--model.optimizer ortho_vit.optim.StiefelSGG"), "mean StiefelSGD"),
@@ -182,7 +182,7 @@ COMMANDS = {
     "a checkpoint that is not there": (options("--ckpt_path nothing.ckpt"), "ckpt_path: no checkpoint nothing.ckpt"),
     "a folder for a checkpoint": (options("--ckpt_path ."), r"no checkpoint \.: it is a folder"),
     "weights that are not there": (options("--model.weights no.safetensors"), "no weights no.safetensors"),
-    "weights of no known name": (options("--model.weights ortho_vit_nano.x"), "neither a file nor the name of weights"),
+    "weights of no known name": (options("--model.weights ortho_vit_nano.x"), "no checkpoint 'ortho_vit_nano.x' in "),
     "a test without weights": (command("test --config digits.yaml"), "test needs trained weights: give"),
     "a prediction without weights": (command("predict --config digits.yaml"), "predict needs trained weights: give"),
     "the best of no run": (command("test --config digits.yaml --ckpt_path best"), "no best.ckpt below runs/digits"),
@@ -386,19 +386,19 @@ QKV, NORM = "blocks.0.attn.qkv.weight", "norm.weight"
 POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", "ran"]}}
 
 CHECKPOINTS = {
-    "a truncated checkpoint": (resumed(lambda _: trained()[:-1000]), "run.ckpt is damaged or no checkpoint at all"),
-    "a truncated file of weights": (started(lambda _: trained()[:5000]), "run.ckpt is damaged or no checkpoint at all"),
-    "a checkpoint with bytes overwritten": (resumed(overwritten), "run.ckpt is damaged or no checkpoint at all"),
-    "an empty checkpoint": (resumed(b""), "run.ckpt is damaged or no checkpoint at all; use another copy"),
-    "a text": (resumed(b"hello world"), "run.ckpt is damaged or no checkpoint at all"),
+    "a truncated checkpoint": (resumed(lambda _: trained()[:-1000]), "run.ckpt is damaged or not a checkpoint"),
+    "a truncated file of weights": (started(lambda _: trained()[:5000]), "run.ckpt is damaged or not a checkpoint"),
+    "a checkpoint with bytes overwritten": (resumed(overwritten), "run.ckpt is damaged or not a checkpoint"),
+    "an empty checkpoint": (resumed(b""), "run.ckpt is damaged or not a checkpoint; use another copy"),
+    "a text": (resumed(b"hello world"), "run.ckpt is damaged or not a checkpoint"),
     "a head of other classes, to be tested": (
         weights(seven_classes, "test"), "w.safetensors has a head for other classes than the data's 10"),
-    "a configuration": (file_for("--model.weights", "w.yaml", b"model: x"), "w.yaml is damaged or no checkpoint at all"),
+    "a configuration": (file_for("--model.weights", "w.yaml", b"model: x"), "w.yaml is damaged or not a checkpoint"),
     "a pickle that runs code": (resumed(pickled), "run.ckpt is refused: .* it asks for posix.mkdir"),
     "weights that run code": (started(pickled), "run.ckpt is refused: .* it asks for posix.mkdir"),
     "a zip with a pickle that runs code": (resumed(zipped), "run.ckpt is refused: .* it asks for posix.mkdir"),
-    "a zip of something else": (resumed(zipped_text), "run.ckpt is damaged or no checkpoint at all"),
-    "a list": (resumed(lambda path: torch.save([1], path)), "run.ckpt is no checkpoint: it holds a list"),
+    "a zip of something else": (resumed(zipped_text), "run.ckpt is damaged or not a checkpoint"),
+    "a list": (resumed(lambda path: torch.save([1], path)), "run.ckpt is not a checkpoint: it holds a list"),
     "weights to be resumed": (resumed(lambda path: torch.save(tensors(), path)), "is no checkpoint of a run: if it hold"),
     "a run without its optimizer": (
         resumed(spoiled(lambda content: content.pop("optimizer_states"))), "holds weights but no optimizer, so"),
@@ -436,10 +436,10 @@ CHECKPOINTS = {
         resumed(with_weight(f"model.{QKV}", lambda x: 2 * x), "test"), f"its 'model.{QKV}' is off the manifold by 3"),
     "a safetensors file to be resumed": (
         file_for("--ckpt_path", "w.safetensors", b""), "holds weights and no run to continue: give it as --model.weights"),
-    "a header cut short": (weights(lambda path: with_tensor(NORM, None)(path)[:20]), "no safetensors file .*header"),
-    "a header of absurd length": (weights(struct.pack("<Q", 2**60) + b"{}"), "no safetensors file .*header too large"),
-    "a header that is not JSON": (weights(struct.pack("<Q", 8) + b"notjson!"), "no safetensors file .*invalid JSON"),
-    "a pickle called safetensors": (weights(pickled), "w.safetensors is damaged or no safetensors file"),
+    "a header cut short": (weights(lambda path: with_tensor(NORM, None)(path)[:20]), "not a safetensors file .*header"),
+    "a header of absurd length": (weights(struct.pack("<Q", 2**60) + b"{}"), "not a safetensors file .*header too large"),
+    "a header that is not JSON": (weights(struct.pack("<Q", 8) + b"notjson!"), "not a safetensors file .*invalid JSON"),
+    "a pickle called safetensors": (weights(pickled), "w.safetensors is damaged or not a safetensors file"),
     "a tensor that is missing": (weights(with_tensor(NORM, None)), f"of another architecture: it has no '{NORM}'"),
     "a tensor too many": (weights(with_tensor("extra", torch.ones(2))), "of another architecture: .* unknown 'extra'"),
     "a tensor of another shape": (weights(with_tensor(NORM, torch.ones(5))), rf"its '{NORM}' is \(5,\), not \(64,\)"),
@@ -449,15 +449,15 @@ CHECKPOINTS = {
     "projections of rank zero": (
         weights(with_tensor(QKV, torch.zeros(192, 64))), f"'{QKV}' .* cannot be made orthonormal; .*rank-deficient"),
     "a card of another hash": (entry(sha256="0" * 64), "sha256 is .*, but its card says 000"),
-    "no card": (entry(lambda path, card: card.unlink()), f"no checkpoint '{NAME}' in .*; it has none"),
-    "no weights beside a card": (entry(lambda path, card: path.unlink()), f"no checkpoint '{NAME}' in .*; it has none"),
+    "no card": (entry(lambda path, card: card.unlink()), f"no checkpoint '{NAME}' in .*; "),
+    "no weights beside a card": (entry(lambda path, card: path.unlink()), f"no checkpoint '{NAME}' in .*; "),
     "a card that is not JSON": (entry(lambda path, card: card.write_text("{")), "json: not a checkpoint's card"),
-    "a card without a field": (entry(lambda path, card: card.write_text('{"golden": {}}')), "json: not a checkpoint's c"),
+    "a card without a field": (entry(lambda path, card: card.write_text('{"golden": {}}')), "json: the card lacks 'recipe'"),
     "a card of another entry": (entry(name="ortho_vit_nano.x"), f"{NAME}: its card is that of 'ortho_vit_nano.x'"),
     "a card that names a path": (entry(name="../../etc/passwd"), "name must be architecture.tag"),
-    "an entry with a NaN": (signed(lambda x: x[NORM].fill_(NAN)), f"{NORM} has entries that are not finite"),
-    "an entry off the manifold": (signed(lambda x: x[QKV].mul_(1.01)), f"{QKV} is off the Stiefel manifold: max"),
-    "an entry of another architecture": (signed(lambda x: x.pop(NORM)), f"of another architecture: no {NORM}"),
+    "an entry with a NaN": (signed(lambda x: x[NORM].fill_(NAN)), f"'{NORM}' has entries that are not finite"),
+    "an entry off the manifold": (signed(lambda x: x[QKV].mul_(1.01)), f"{QKV}' is off the manifold by"),
+    "an entry of another architecture": (signed(lambda x: x.pop(NORM)), f"of another architecture: it has no '{NORM}"),
 }  # fmt: skip
 
 
@@ -765,10 +765,10 @@ TENSORS = {
     "attention of NaN": (
         call(orthogonalize, spoiled_attention(NAN), "within"), "blocks.0.attn.qkv.weight has entries that are not finite"),
     "attention of zeros": (
-        call(orthogonalize, spoiled_attention(0.0), "across"), "qkv.weight: .*rank-deficient .*init='random' starts afr"),
+        call(orthogonalize, spoiled_attention(0.0), "across"), "qkv.weight: .*rank-deficient .*init='random' starts from"),
     "more rows than dimensions across heads": (
         call(orthogonalize, Widening(), "across"), "cannot be orthonormal across heads: .*; use constraint='within'"),
-    "an unknown constraint": (call(orthogonalize, nn.Linear(2, 3), "inside"), "constraint must be one of .* got 'inside'"),
+    "an unknown constraint": (call(orthogonalize, nn.Linear(2, 3), "inside"), "constraint must be 'within', .*'inside'"),
     "a model without attention": (call(orthogonalize, nn.Linear(2, 3), "within"), "no attention found in Linear; looked"),
     "a model that is not there": (call(create_model, "ortho_vit_pcio"), "unknown model .*did you mean 'ortho_vit_pico'"),
 }  # fmt: skip

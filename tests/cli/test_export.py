@@ -18,7 +18,7 @@ from ortho_vit.cli.export import sample
 from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.models import Checkpoint
-from ortho_vit.models.catalogue import catalogue
+from ortho_vit.models.hub import catalogue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -105,8 +105,10 @@ def test_the_card_is_filled_from_the_run(folder):
     card.check_golden(create_model(NAME, pretrained=True))
 
 
-def test_the_golden_pictures_are_of_the_test_set_and_of_different_classes(folder):
-    golden = Checkpoint.open(f"zoo/{NAME}.json").card.golden
+def test_the_golden_images_are_of_the_test_set_where_that_is_asked_for(folder):
+    assert Checkpoint.open(f"zoo/{NAME}.json").card.golden.pixels == "synthetic"
+    assert export(folder, "--name", "shown", "--golden_images", "true") == 0
+    golden = Checkpoint.open("zoo/ortho_vit_digits.shown.json").card.golden
     images, labels = Digits().read(train=False)
     assert len(set(golden.labels)) == len(golden.images()) == 8
     for image, label in zip(golden.images(), golden.labels, strict=True):
@@ -182,7 +184,11 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
     assert export(folder, "--ckpt_path", "runs/own/version_0/checkpoints/last.ckpt", "--name", "own") == 0
     card = Checkpoint.open("zoo/ortho_vit_pico.own.json").card
     assert card.classes == ["cat", "dog"]
-    assert len(card.golden.labels) == 2
+    assert (card.golden.labels, card.golden.pixels) == (
+        [],
+        "synthetic",
+    )  # none of the user's images unless asked for
+    assert (card.crop_pct, card.licence) == (0.875, "unknown")
     assert "root" not in card.recipe["data"]["init_args"]
     assert list(card.accuracy) == ["val/accuracy"]  # there is no folder of test pictures
     assert f"{card.accuracy['val/accuracy']:.2%} (validation)" in catalogue(folder / "zoo")
@@ -237,8 +243,8 @@ def test_a_checkpoint_without_its_configuration_is_refused(folder, capsys):
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        ("model.blocks.0.attn.qkv.weight", lambda x: x * 1.01, "blocks.0.attn.qkv.weight is off the Stiefel manifold"),
-        ("model.norm.weight", lambda x: x * torch.nan, "norm.weight has entries that are not finite"),
+        ("model.blocks.0.attn.qkv.weight", lambda x: x * 1.01, "blocks.0.attn.qkv.weight' is off the manifold"),
+        ("model.norm.weight", lambda x: x * torch.nan, "norm.weight' has entries that are not finite"),
         ("model.norm.weight", lambda x: x[:5], "its weights do not fit the model it describes"),
     ],
 )  # fmt: skip
@@ -248,6 +254,44 @@ def test_weights_that_are_no_good_are_refused(folder, capsys, key, change, messa
     checkpoint["state_dict"][key] = change(checkpoint["state_dict"][key])
     torch.save(checkpoint, path)
     refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_run_in_low_precision_is_exported_in_float32_and_on_the_manifold(tmp_path, dtype):
+    """bf16-true and 16-true; the run was written by version 0.1."""
+    run = REPOSITORY / "tests/fixtures/v0_1/command_line_within_sgd_bfloat16"
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    checkpoint["state_dict"] = {key: value.to(dtype) for key, value in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, tmp_path / "run/checkpoints/last.ckpt")
+    assert export(tmp_path, "--name", "low") == 0
+    model = create_model(f"{tmp_path}/zoo/ortho_vit_digits.low.safetensors", pretrained=True, verify=True)
+    assert orthogonality_error(model) < 2e-6
+    for name, x in model.state_dict().items():
+        stored = checkpoint["state_dict"][f"model.{name}"].float()
+        assert x.dtype == torch.float32
+        assert (x - stored).abs().max() < 1e-2
+        assert "qkv" in name or torch.equal(x, stored)
+
+
+def test_integers_among_the_weights_of_a_run_are_refused(folder, capsys):
+    path = "run/checkpoints/last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["model.head.weight"] = (
+        checkpoint["state_dict"]["model.head.weight"].mul(9).long()
+    )
+    torch.save(checkpoint, path)
+    message = (
+        "run/checkpoints/last.ckpt is refused: its 'model.head.weight' is torch.int64, not torch.float32"
+    )
+    refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
+    refuses(["test", "--config", "run/config.yaml", "--ckpt_path", path], 1, message, capsys)
+    refuses(
+        ["test", "--config", "run/config.yaml", "--model.weights", path],
+        2,
+        message.replace("model.h", "h"),
+        capsys,
+    )
 
 
 # ------------------------------------------------------------------------------------- trained weights, by their name
@@ -295,7 +339,7 @@ def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
-        ("predict --weights ortho_vit_digits.smll --pictures .", 2, "no checkpoint 'ortho_vit_digits.smll' in zoo; it has "),
+        ("predict --weights ortho_vit_digits.smll --pictures .", 2, "no checkpoint 'ortho_vit_digits.smll' in zoo or "),
         ("predict --weights gone.safetensors --pictures .", 2, "gone.safetensors: no such file"),
         ("predict --weights", 2, "--weights needs a value"),
         ("predict --pictures .", 2, "--pictures needs --weights NAME"),

@@ -11,9 +11,11 @@ import torch
 
 from ortho_vit.cli import main as cli
 from ortho_vit.models import find_checkpoint
-from ortho_vit.models.catalogue import catalogue, main
-from ortho_vit.models.weights import FOLDER, available
+from ortho_vit.models.hub import catalogue, main
+from ortho_vit.models.weights import available
+from ortho_vit.resources import checkpoints_folder
 
+FOLDER = checkpoints_folder()
 NAMES = available(FOLDER)
 DIGITS = [name for name in NAMES if find_checkpoint(name, FOLDER).card.data == "Digits"]  # needs no download
 
@@ -66,7 +68,7 @@ def test_the_accuracy_on_digits_is_what_the_cards_command_measures(name, capsys)
     measured = float(line.split("│")[2].strip(" %")) / 100
     assert measured == pytest.approx(
         card.accuracy["test/accuracy"], abs=1.1 / 359
-    )  # one picture may tip over elsewhere
+    )  # one image may change its class elsewhere
 
 
 def test_the_page_about_them_is_true_to_the_cards(tmp_path, capsys):

@@ -12,7 +12,7 @@ import timm
 import torchvision
 
 from ortho_vit.models import orthogonalize
-from ortho_vit.models.core import CoredLinear
+from ortho_vit.models.orthogonalize import CoredLinear, release
 
 SMALL = {"img_size": 32, "num_classes": 5}
 TINY = {**SMALL, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
@@ -258,10 +258,10 @@ def test_no_constraint_changes_nothing():
     assert orthogonalize(convolutions, None) is convolutions
 
 
-def test_a_model_can_be_constrained_anew():
+def test_a_model_can_be_constrained_again():
     model = orthogonalize(orthogonalize(vit(), "within"), "across")
     assert {p.blocks for _, p in stiefel_parameters(model)} == {2}
-    assert model.orthogonal == {"constraint": "across", "projections": "qk", "preserve": False}
+    assert (model.orthogonal["constraint"], model.orthogonal["projections"]) == ("across", "qk")
 
 
 def test_frozen_parameters_stay_frozen():
@@ -285,7 +285,7 @@ def test_preserve_keeps_the_logits(build, constraint, projections):
     assert (other(images()) - expected).abs().max() > 5 * LOGITS  # without preserve the logits change
 
 
-def test_a_plain_dot_product_needs_one_core_a_head_and_a_norm_two():
+def test_a_plain_dot_product_needs_one_core_per_head_and_a_norm_two():
     plain, normed = (orthogonalize(m, "within", preserve=True) for m in (vit(), vit(qk_norm=True)))
     assert plain.blocks[0].attn.qkv.core.shape == (4, 12, 12)
     assert normed.blocks[0].attn.qkv.core.shape == (8, 12, 12)
@@ -377,7 +377,10 @@ def test_rows_that_do_not_fit_are_told_with_their_numbers():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"constraint": "inside"}, "constraint must be one of 'within', 'across', None, got 'inside'"),
+        (
+            {"constraint": "inside"},
+            "constraint must be 'within', 'across', None or the number of .*, got 'inside'",
+        ),
         ({"projections": "kv"}, "projections must be one of 'q', 'qk', 'qkv', 'qk\\+mlp', got 'kv'"),
         ({"projections": "qk+mlp", "preserve": True}, "preserve=True has no core for an MLP"),
         ({"init": "zero"}, "init must be one of 'polar', 'random', 'keep', got 'zero'"),
@@ -440,7 +443,7 @@ def test_cores_cannot_be_stacked():
         ("maxvit_nano_rw_256", "is a Conv2d; only an nn.Linear|ordered head by head"),
         ("visformer_tiny", "is a Conv2d; only an nn.Linear"),
         ("gcvit_xxtiny", "has 128 rows, which are not 3 × heads × d_k for 2 heads"),
-        ("mobilenetv4_hybrid_medium", "has heads but no nn.Linear named qkv"),
+        ("mobilenetv4_hybrid_medium", "only an nn.Linear can be constrained"),
     ],
 )
 def test_layouts_that_are_not_known_are_refused_by_name(name, match):
@@ -453,3 +456,152 @@ def test_layouts_that_are_not_known_are_refused_by_name(name, match):
 def test_a_parallel_block_is_refused():
     block = timm.models.vision_transformer.ParallelScalingBlock(48, 4)
     refuses(block, r"ParallelScalingBlock[)] has heads but no nn.Linear")
+
+
+class GatedAttention(nn.Module):
+    """One weight for gate, q, k and v, of which only the number of rows tells."""
+
+    def __init__(self, name="qkv", parts=4):
+        super().__init__()
+        self.num_heads, self.scale = 4, 1.0
+        self.add_module(name, nn.Linear(48, parts * 48))
+        self.proj = nn.Linear(48, 48)
+
+
+def test_a_fused_weight_of_more_than_q_k_and_v_is_refused():
+    refuses(GatedAttention(), "qkv of GatedAttention has 192 rows, which are not 3 × heads × d_k for 4 heads")
+    assert orthogonality_error(orthogonalize(GatedAttention(parts=3), "within")) < MANIFOLD
+
+
+@pytest.mark.parametrize("name", ["gqkv", "to_qkv", "Wqkv", "q_k_gate"])
+def test_a_fused_weight_of_an_unknown_name_is_refused(name):
+    message = f"{name} of GatedAttention holds q and k in an order that is not known; call constrain"
+    refuses(nn.Sequential(vit(), GatedAttention(name)), message)
+
+
+# --------------------------------------------------------------------------------------------------- groups of heads
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 8), (2, 4), (4, 2)])
+def test_heads_share_blocks_in_groups(heads, blocks):
+    model = orthogonalize(vit(), heads)
+    q, k, _ = model.blocks[0].attn.qkv.weight.chunk(3)
+    assert model.blocks[0].attn.qkv.weight.blocks == blocks
+    for group in torch.cat([q, k]).split(12 * heads):
+        assert gram_error(group) < MANIFOLD
+    if heads < 4:
+        assert gram_error(q) > 0.01
+
+
+@pytest.mark.parametrize(("heads", "name"), [(1, "within"), (4, "across")])
+def test_one_head_is_within_and_all_are_across(heads, name):
+    by_number, by_name = vit(), vit()
+    by_name.load_state_dict(by_number.state_dict())
+    orthogonalize(by_number, heads)
+    orthogonalize(by_name, name)
+    assert all(torch.equal(x, by_name.state_dict()[key]) for key, x in by_number.state_dict().items())
+
+
+def test_groups_of_heads_preserve_the_function_too():
+    model = randomize(vit())
+    expected = model(images())
+    orthogonalize(model, 2, preserve=True)
+    assert model.blocks[0].attn.qkv.core.shape == (4, 24, 24)
+    assert (model(images()) - expected).abs().max() < LOGITS
+
+
+def test_groups_must_divide_the_heads():
+    refuses(vit(), r"blocks.0.attn.qkv.weight has 4 heads, so .* must divide 4, got constraint=3", 3)
+    for value in (0, -2, True, 1.0):
+        refuses(vit(), f"or the number of heads that share a block, got {value}", value)
+
+
+# ------------------------------------------------------------------------------------------------------ scales
+
+
+@pytest.mark.parametrize("build", [vit, siglip, eva, cait])
+def test_a_scale_starts_at_one_and_multiplies_the_logits_of_its_head(build):
+    model, scaled = randomize(build()), build()
+    scaled.load_state_dict(model.state_dict())
+    orthogonalize(model, "within")
+    orthogonalize(scaled.eval(), "within", scale=True)
+    assert (scaled(images()) - model(images())).abs().max() < LOGITS
+    cores = [layer for layer in scaled.modules() if isinstance(layer, CoredLinear)]
+    assert cores
+    assert all(torch.equal(layer.core, torch.ones(4)) for layer in cores)
+    scaled(images()).square().sum().backward()
+    assert all(layer.core.grad.abs().max() > 0 for layer in cores)
+
+
+def test_a_scale_acts_on_its_own_head_and_on_q_alone():
+    attention = orthogonalize(timm.layers.Attention(48, num_heads=4), "within", projections="qkv", scale=True)
+    with torch.no_grad():
+        attention.qkv.core.copy_(torch.tensor([1.0, 2.0, 0.5, 1.0]))
+    W, O = attention.qkv.cored_weight(), attention.qkv.weight
+    expected = O.detach().clone()
+    expected[12:24] *= 2
+    expected[24:36] *= 0.5
+    assert torch.equal(W, expected)
+
+
+def test_released_weights_compute_the_same_without_constraint_or_core():
+    for options in ({"scale": True}, {"preserve": True}):
+        model = orthogonalize(randomize(vit()), "across", **options)
+        with torch.no_grad():
+            model.blocks[0].attn.qkv.core.mul_(1.5)
+        expected = model(images())
+        assert release(model) is model
+        assert not list(stiefel_parameters(model))
+        assert not hasattr(model, "orthogonal")
+        assert set(model.state_dict()) == set(vit().state_dict())
+        assert (model(images()) - expected).abs().max() < LOGITS
+
+
+def test_scales_have_their_refusals():
+    refuses(vit(), "the cores of preserve=True include a scale", scale=True, preserve=True)
+    refuses(torchvision_vit(), "scale=True needs a place for a core", scale=True)
+
+
+# ----------------------------------------------------------------------------------------------- what was done
+
+
+def test_it_notes_how_far_each_block_moved_and_how_it_was_conditioned(capsys):
+    model = vit(depth=1)
+    with torch.no_grad():
+        W = model.blocks[0].attn.qkv.weight
+        W[:96] = torch.eye(48).repeat(2, 1)
+        W[0] *= 3
+    orthogonalize(model, "within", verbose=True)
+    (noted,) = model.orthogonal["blocks"]
+    assert noted["name"] == "blocks.0.attn.qkv.weight"
+    assert noted["condition"] == pytest.approx([3.0] + 7 * [1.0])
+    assert noted["moved"] == pytest.approx([2 / 20**0.5] + 7 * [0.0], abs=1e-6)
+    text = capsys.readouterr().out
+    assert "blocks.0.attn.qkv.weight: 8 blocks moved by 0.45 of their norm at most" in text
+    assert "condition numbers up to 3" in text
+    assert "preserve=True would keep it" in text
+    orthogonalize(vit(), "within", preserve=True, verbose=True)
+    assert "the network computes what it did before" in capsys.readouterr().out
+
+
+def test_it_prints_nothing_unasked(capsys):
+    assert orthogonalize(vit(), "within", init="keep").orthogonal["blocks"] == []
+    assert capsys.readouterr().out == ""
+
+
+# ------------------------------------------------------------------------------------------------ other names
+
+
+class NamedAsHuggingFace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_attention_heads = 4
+        self.query, self.key, self.value = (nn.Linear(48, 48) for _ in range(3))
+
+
+def test_hugging_faces_names_are_known():
+    attention = orthogonalize(NamedAsHuggingFace(), "within", scale=True)
+    assert [name for name, _ in stiefel_parameters(attention)] == ["query.weight", "key.weight"]
+    assert attention.query.weight.matrices().shape == (4, 12, 48)
+    assert attention.query.core.shape == (4,)
+    assert not hasattr(attention.key, "core")

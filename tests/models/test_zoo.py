@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import ortho_vit.optim
+
 from ortho_vit import orthogonality_error, stiefel_parameters  # isort: skip  (before timm)
 
 import timm
@@ -15,6 +17,7 @@ PARAMETERS = {
     "ortho_vit_digits": 102_090,
     "ortho_vit_pico": 319_402,
     "ortho_vit_nano": 310_186,
+    "ortho_vit_compact": 283_723,
     "ortho_vit_cifar": 6_260_746,  # the paper's
     "ortho_vit_tiny_patch16_224": 5_717_416,  # DeiT's own counts, from here on
     "ortho_vit_small_patch16_224": 22_050_664,
@@ -136,5 +139,54 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, message):
 
 
 def test_a_bad_constraint_is_told_the_good_ones():
-    with pytest.raises(ValueError, match="constraint must be one of 'within', 'across', None, got 'both'"):
+    with pytest.raises(
+        ValueError, match=r"constraint must be 'within', 'across', None or the number of .*, got 'both'"
+    ):
         create_model("ortho_vit_pico", constraint="both")
+
+
+# -------------------------------------------------------------------------------------------------- the compact one
+
+
+def test_the_compact_stem_gives_64_tokens_and_the_pool_weighs_them():
+    model = create_model("ortho_vit_compact").eval()
+    images = batch(model)
+    tokens = model.patch_embed(images)
+    assert tokens.shape == (2, 64, 128)
+    with torch.no_grad():
+        model.attn_pool.score.weight.zero_()
+    features = model.forward_features(images)
+    torch.testing.assert_close(model.pool(features), features.mean(1))  # equal scores: the mean
+    with torch.no_grad():
+        model.attn_pool.score.weight.copy_(100 * features[0, 5])
+    chosen = (features[0] @ features[0, 5]).argmax()
+    torch.testing.assert_close(model.pool(features)[0], features[0, chosen], atol=1e-4, rtol=0)
+
+
+def test_the_compact_one_takes_other_images_and_stems():
+    model = create_model("ortho_vit_compact", img_size=64, in_chans=1, patch_size=8, num_classes=3)
+    assert model.patch_embed(torch.randn(1, 1, 64, 64)).shape == (1, 64, 128)
+    assert [conv.out_channels for conv in model.patch_embed.layers[::3]] == [32, 64, 128]
+    assert model(torch.randn(2, 1, 64, 64)).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"patch_size must be a power of two, 2 or more, .* got 6 and 128"):
+        create_model("ortho_vit_compact", img_size=36, patch_size=6)
+
+
+def test_features_come_from_the_compact_one_too():
+    model = timm.create_model("ortho_vit_compact", features_only=True, out_indices=(0, 1))
+    assert [tuple(x.shape) for x in model(torch.randn(1, 3, 32, 32))] == [(1, 128, 8, 8)] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("name", ortho_vit.optim.__all__)
+def test_timm_builds_our_optimizers_by_name(name):
+    model = create_model("ortho_vit_digits", depth=1)
+    optimizer = timm.optim.create_optimizer_v2(model, opt=name.lower(), lr=0.01, weight_decay=0.1)
+    assert type(optimizer) is getattr(ortho_vit.optim, name)
+    model(batch(model)).square().sum().backward()
+    optimizer.step()
+    if "Stiefel" in name:
+        assert orthogonality_error(model) < 2e-6
+    assert name.lower() in timm.optim.list_optimizers()

@@ -1,4 +1,5 @@
 import pickle
+import zipfile
 from functools import partial
 
 import pytest
@@ -95,12 +96,12 @@ def damage(kind, path, state):
     ("kind", "message"),
     [
         ("missing", "no checkpoint"),
-        ("truncated", "is damaged or no checkpoint"),
+        ("truncated", "is damaged or not a checkpoint"),
         ("pickle", "is refused: it holds more than tensors"),
         ("architecture", "is of another architecture: it has no"),
         ("depth", "is of another architecture: it has no 'blocks.2"),
         ("nan", "is refused: 'norm.weight' has entries that are not finite"),
-        ("list", "is no checkpoint: it holds a list"),
+        ("list", "is not a checkpoint: it holds a list"),
         ("text", "is refused|is damaged"),
     ],
 )
@@ -113,15 +114,33 @@ def test_bad_files_are_refused_in_a_line(kind, message, tmp_path, capsys):
     assert "must not run" not in capsys.readouterr().out
 
 
+def test_compressed_records_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
+    """64 MB of zeros in a file of 64 kB: torch never compresses."""
+    plain, bomb = tmp_path / "plain.ckpt", tmp_path / "bomb.ckpt"
+    torch.save({"x": torch.zeros(2**24)}, plain)
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in archive.namelist():
+            target.writestr(name, archive.read(name))
+    assert bomb.stat().st_size < 100_000
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)  # nothing is read
+    with pytest.raises(
+        ValueError, match=r"bomb.ckpt is refused: its records are compressed, which torch never does"
+    ):
+        make_classifier(weights=str(bomb))
+
+
 def test_a_damaged_safetensors_file_is_refused(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
-    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
         make_classifier(weights=str(tmp_path / "w.safetensors"))
 
 
 def test_weights_that_are_neither_a_file_nor_the_models_say_so():
-    with pytest.raises(ValueError, match="neither a file nor the name of weights"):
-        make_classifier(weights="ortho_vit_nano.cifar10")
+    with pytest.raises(
+        ValueError,
+        match=r"no checkpoint 'ortho_vit_nano.cifar10_within_sgd' in .*; did you mean 'ortho_vit_nano.cifar",
+    ):
+        make_classifier(weights="ortho_vit_nano.cifar10_within_sgd")
 
 
 # ------------------------------------------------------------------------------------------- off the manifold
