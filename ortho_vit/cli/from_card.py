@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ortho_vit.cli.compose import refuse_classes, take_option
-from ortho_vit.data.picture import EVAL_SHARE
+from ortho_vit.data.decode import CROP_PCT
 from ortho_vit.errors import CheckpointError, UsageError
 from ortho_vit.models import Card, Checkpoint, find_checkpoint
 from ortho_vit.training.weights import is_file
@@ -65,7 +65,7 @@ def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
             "image_size": card.golden.shape[-1],
             "mean": card.mean,
             "std": card.std,
-            "share": EVAL_SHARE if kind.endswith(".ImageFolder") else 1.0,
+            "crop_pct": CROP_PCT if kind.endswith(".ImageFolder") else 1.0,
         }
-        return {"class_path": "ortho_vit.data.Pictures", "init_args": arguments}
+        return {"class_path": "ortho_vit.data.UnlabelledImages", "init_args": arguments}
     return data if kind.startswith("ortho_vit.data.") else None

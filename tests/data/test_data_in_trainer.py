@@ -149,7 +149,7 @@ def test_a_prediction_goes_past_bad_pictures(tmp_path):
     assert [name for batch in batches for name, _ in batch] == ["c.png", "d.png", "e.png", "g.png"]
     messages = [str(warning.message) for warning in caught]
     assert sum("the file is empty; skipped" in message for message in messages) == 3
-    assert "ImageFolder: skipped 3 of 7 pictures" in messages
+    assert "ImageFolder: skipped 3 of 7 images" in messages
 
 
 def two_ranks(folder):
