@@ -52,7 +52,7 @@ JUNK = {
     "thumbs.db",
     "desktop.ini",
 }
-SHOWN = 5  # bad files that a message names
+SHOWN = 5  # at most so many files or folders are named in a message
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
@@ -115,6 +115,12 @@ def looks_like_a_split(name: str) -> bool:
     words = re.split(r"[^a-z]+", name.lower())
     rest = {"", "set", "data", "images", "split", "dataset", "folder", "imgs", "img"}
     return words[0] in LIKE_A_SPLIT and set(words[1:]) <= rest
+
+
+def _some(items: Sequence[str]) -> str:
+    """The first few items as a text."""
+    more = f"; and {len(items) - SHOWN:,} more" if len(items) > SHOWN else ""
+    return "; ".join(items[:SHOWN]) + more
 
 
 class Progress:
@@ -284,6 +290,7 @@ class ImageFolder(ImageDataModule):
         self.predict_root = Path(predict_root) if predict_root is not None else None
         self.skip_unreadable = skip_unreadable
         self.skipped: list[str] = []
+        self._not_files: list[str] = []  # of prediction: dangling links and the like
 
     # ---- what is there
 
@@ -299,11 +306,9 @@ class ImageFolder(ImageDataModule):
             )
             if found:
                 parts[part] = self.root / found[0]
-        others = [name for name in names if not looks_like_a_split(name)]
-        if (
-            others and "train" in parts and not folders_in(parts["train"])
-        ):  # a class of trains, beside buses and ships
-            del parts["train"]
+        others = any(not looks_like_a_split(name) for name in names)
+        if others and "train" in parts and not folders_in(parts["train"]):
+            del parts["train"]  # it is a class, beside buses and ships
         return parts
 
     @cached_property
@@ -312,19 +317,9 @@ class ImageFolder(ImageDataModule):
         folder = self.parts.get("train", self.root)
         if not folder.is_dir():
             kind = "is not a folder" if folder.exists() else "does not exist"
-            raise FileNotFoundError(
-                f"ImageFolder: the folder {folder.absolute()} {kind}; set data.root to the one with the images"
-            )
+            raise FileNotFoundError(f"ImageFolder: {folder.absolute()} {kind}; set data.root to your folder")
+        self._check_parts()
         names = folders_in(folder)
-        if folder == self.root:
-            splits = [
-                name for name in names if looks_like_a_split(name) and name.lower() not in SPLITS["train"]
-            ]
-            self._require(
-                not splits,
-                f"{folder} has the folder {splits[0] if splits else ''!r}, which looks like a part of a data set, but no "
-                "folder train beside it; name the parts train, val and test, or rename the class",
-            )
         if not names:
             raise FileNotFoundError(
                 f"ImageFolder: no class folders in {folder.absolute()}; put the images into one for each class, "
@@ -333,27 +328,41 @@ class ImageFolder(ImageDataModule):
         self._require(len(names) > 1, f"{folder} has one class only, {names[0]!r}; put a second beside it")
         return tuple(names)
 
+    def _check_parts(self) -> None:
+        """Refuse folders that are probably parts of the data set, but would be taken for classes or ignored."""
+        used = {"train", *(path.name for path in self.parts.values())}
+        stray = [name for name in folders_in(self.root) if looks_like_a_split(name) and name not in used]
+        if stray:
+            raise ValueError(
+                f"ImageFolder: {self.root} has the folder {stray[0]!r}, which looks like a part of the data set; "
+                "call it train, val or test, or another name if it is a class"
+            )
+        if "train" not in self.parts and self.parts:
+            names = " and ".join(path.name for path in self.parts.values())
+            raise ValueError(
+                f"ImageFolder: {self.root} has the folder {names}, but no folder train beside it; add it, or "
+                "choose another name if it is a class"
+            )
+
     @property
     def source(self) -> str:
-        place = f"in {self.root.absolute()}"
-        held_out = self.train_set is not None and "val" not in self.parts and len(self.val_set)
-        texts = [place, "validation held out of training" if held_out else ""]
-        ignored = [name for name in folders_in(self.root) if self.root / name not in self.parts.values()]
-        if "train" in self.parts and ignored:
-            texts.append(
-                f"ignored folders: {', '.join(ignored[:SHOWN])}{', …' if len(ignored) > SHOWN else ''}"
-            )
-        if self.skipped:
-            more = ", …" if len(self.skipped) > SHOWN else ""
-            texts.append(f"skipped {len(self.skipped):,}: {', '.join(self.skipped[:SHOWN])}{more}")
-        return "; ".join(text for text in texts if text)
+        texts = [f"in {self.root.absolute()}"]
+        if self.train_set is not None and "val" not in self.parts and len(self.val_set):
+            texts.append("validation held out of training")
+        if "train" in self.parts:
+            used = {path.name for path in self.parts.values()}
+            ignored = [name for name in folders_in(self.root) if name not in used]
+            texts += [f"ignored folders: {_some(ignored)}"] if ignored else []
+        return "; ".join(texts + self._said_skipped())
+
+    def _said_skipped(self) -> list[str]:
+        return [f"skipped {len(self.skipped):,}: {_some(self.skipped)}"] if self.skipped else []
 
     def describe(self) -> str:
-        if self.predict_set is not None and self.train_set is None:
-            return printable(
-                f"{type(self).__name__}: {len(self.predict_set):,} images to predict in {self.predict_root}"
-            )
-        return super().describe()
+        if self.predict_set is None or self.train_set is not None:
+            return super().describe()
+        found = f"{type(self).__name__}: {len(self.predict_set):,} images to predict in {self.predict_root}"
+        return printable("; ".join([found, *self._said_skipped()]))
 
     def _scan(self, folder: Path) -> tuple[list[Path], NDArray[np.int64]]:
         """All images below a folder of classes, sorted, and their labels."""
@@ -386,18 +395,17 @@ class ImageFolder(ImageDataModule):
             raise ValueError(self._refusal(reasons))
         if bad:
             self.skipped += reasons
-            text = f"ImageFolder: going on without {len(bad):,} of {len(paths):,} files: {'; '.join(reasons[:SHOWN])}"
+            text = f"ImageFolder: skipped {len(bad):,} of {len(paths):,} files: {_some(reasons)}"
             warnings.warn(printable(text), stacklevel=2)
         good = [i for i, path in enumerate(paths) if path not in bad]
         return [paths[i] for i in good], np.array(labels, dtype=np.int64)[good]
 
     def _refusal(self, reasons: Sequence[str]) -> str:
-        listed = "; ".join(reasons[:SHOWN])
-        if len(reasons) > SHOWN:
-            listed += f"; and {len(reasons) - SHOWN:,} more"
         them = "it" if len(reasons) == 1 else "them"
-        remedy = f"mend {them} or take {them} out of the folder, or go on without {them}: data.skip_unreadable true"
-        return printable(f"ImageFolder: {listed}; {remedy}")
+        remedy = (
+            f"mend {them} or take {them} out of the folder, or set data.skip_unreadable to leave {them} out"
+        )
+        return printable(f"ImageFolder: {_some(reasons)}; {remedy}")
 
     # ---- sets
 
@@ -430,19 +438,18 @@ class ImageFolder(ImageDataModule):
 
     def _setup_prediction(self) -> None:
         folder = self.predict_root or self.parts.get("test")
-        if folder is None:
-            self._require(
-                not self.root.is_dir(),
-                f"no images to predict: {self.root} has no folder test, and its other images were trained on; set "
-                f"data.predict_root to a folder of images ({self.root} itself for the training images)",
+        if folder is None and self.root.exists():
+            raise ValueError(
+                f"ImageFolder: {self.root} has no folder test, and the model was trained on its other images; set "
+                f"data.predict_root to a folder of images, or to {self.root} to predict the training images"
             )
-            folder = self.root
+        folder = folder or self.root
         if not folder.exists():
-            raise FileNotFoundError(f"ImageFolder: there is no file or folder {folder.absolute()}")
+            raise FileNotFoundError(f"ImageFolder: {folder.absolute()} does not exist; set data.predict_root")
         found = Found([folder]) if folder.is_file() else find_files(folder)
         if not found.paths:
             raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
-        self.skipped = found.skipped
+        self.skipped, self._not_files = list(found.skipped), found.skipped
         self.predict_root = root = folder.parent if folder.is_file() else folder
         self.predict_set = self._prediction_set(
             found.paths, [str(path.relative_to(root)) for path in found.paths]
@@ -489,7 +496,7 @@ class ImageFolder(ImageDataModule):
         `skipped`.
         """
         dataset = self._ready(self.predict_set, "predict")
-        self.skipped = []
+        self.skipped = list(self._not_files)
 
         def receive(batch: Batch) -> tuple[Tensor, Any] | None:
             self.skipped += batch.failures
@@ -505,7 +512,7 @@ class ImageFolder(ImageDataModule):
     def teardown(self, stage: str | None = None) -> None:
         super().teardown(stage)
         if stage == "predict" and self.skipped and self.predict_set is not None:
-            total = len(self.predict_set)
+            total = len(self.predict_set) + len(self._not_files)
             warnings.warn(f"ImageFolder: skipped {len(self.skipped)} of {total} images", stacklevel=2)
 
 
