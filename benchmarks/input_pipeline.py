@@ -5,7 +5,8 @@
 The work is a training batch of CIFAR-10: crop, flip, a policy (or none), normalisation, from uint8 images in memory to a
 float32 batch.  torchvision's `v2` transforms take one image at a time, as tensors and as PIL images; its transforms of the
 first generation take PIL images.  Single thread, all contestants in one run, in turns; what is printed are medians, and
-ratios of medians to ours with the same policy.  Images are smooth random ones, as photographs are.
+ratios of medians to ours with the same policy.  Times are those of the processor, which other programs disturb less.
+Images are smooth random ones, as photographs are.
 """
 
 import argparse

@@ -89,7 +89,7 @@ class ImageDataModule(L.LightningDataModule):
         )
         self._require(
             not autoaugment or augment in (None, "autoaugment"),
-            f"autoaugment=True and augment={augment!r} contradict each other; leave one out",
+            f"autoaugment=True and augment={augment!r} exclude each other; set autoaugment to false",
         )
         self._require(0 <= random_erasing <= 1, f"random_erasing must be in [0, 1], got {random_erasing}")
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
@@ -103,6 +103,10 @@ class ImageDataModule(L.LightningDataModule):
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+    @property
+    def autoaugment(self) -> bool:
+        return self.augment == "autoaugment"
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:

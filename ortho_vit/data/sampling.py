@@ -107,7 +107,7 @@ class EpochSampler(Sampler[Key]):
             yield Key(self.epoch, samples)
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -145,7 +145,7 @@ class Loader:
         self._position = position
         self._receive = receive
         device = torch.device(device)
-        self._augment = partial(dataset.augment, device=device)
+        self._augment: Callable[[Any], Batch] = partial(dataset.augment, device=device)
         self._in_workers = device.type == "cpu"
         self._dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
