@@ -31,8 +31,10 @@ lint: .venv/.dev  ## formatting, lint and types
 
 check: lint test  ## all that CI runs
 
-bench: .venv/.dev  ## the optimizers against their peers, on this machine
+bench: .venv/.dev  ## optimizers and input pipeline against their peers, and a training step, on this machine
 	$(BIN)/python -m benchmarks.optimizer_step
+	$(BIN)/python -m benchmarks.input_pipeline
+	$(BIN)/python -m benchmarks.train_step
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

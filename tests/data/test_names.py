@@ -37,7 +37,7 @@ def test_autoaugment_is_one_of_the_policies():
         ValueError, match="CIFAR10: autoaugment=True and augment='randaugment' exclude each other"
     ):
         data(autoaugment=True, augment="randaugment")
-    with pytest.raises(ValueError, match="CIFAR10: augment must be one of autoaugment, .*, got 'mixup'"):
+    with pytest.raises(ValueError, match=r"CIFAR10: augment must be one of autoaugment, .*, got 'mixup'"):
         data(augment="mixup")
     with pytest.raises(ValueError, match=r"CIFAR10: random_erasing must be in \[0, 1\], got 2"):
         data(random_erasing=2)
