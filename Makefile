@@ -47,8 +47,10 @@ $(LOWEST)/.run: pyproject.toml requirements-dev.txt
 check-lowest: $(LOWEST)/.run  ## the quick tests with the oldest versions that pyproject.toml allows
 	$(LOWEST)/bin/python -m pytest -n auto -W default -m "not slow" $(QUICK)
 
-bench: .venv/.dev  ## the optimizers against their peers, on this machine
+bench: .venv/.dev  ## optimizers and input pipeline against their peers, and a training step, on this machine
 	$(BIN)/python -m benchmarks.optimizer_step
+	$(BIN)/python -m benchmarks.input_pipeline
+	$(BIN)/python -m benchmarks.train_step
 
 wheel: .venv/.dev  ## build dist/ortho_vit-*.whl, with the configurations and the trained weights inside
 	rm -rf build dist ortho_vit.egg-info

@@ -12,11 +12,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "ortho_vit.data.archive": "ortho_vit.data.cifar",
     "ortho_vit.data.base": "ortho_vit.data.datamodule",
+    "ortho_vit.data.cifar_pickle": "ortho_vit.data.cifar",
     "ortho_vit.data.loader": "ortho_vit.data.sampling",
     "ortho_vit.data.noise": "ortho_vit.data.rng",
     "ortho_vit.models.catalogue": "ortho_vit.models.hub",
     "ortho_vit.models.core": "ortho_vit.models.orthogonalize",
+    "ortho_vit.data.picture": "ortho_vit.data.decode",
+    "ortho_vit.data.pictures": "ortho_vit.data.folder",
     "ortho_vit.models.export": "ortho_vit.models.hub",
     "ortho_vit.models.pretrained": "ortho_vit.models.weights",
     "ortho_vit.models.registry": "ortho_vit.models.zoo",

@@ -20,6 +20,7 @@ from torch import Tensor
 from ortho_vit.cli.compose import explain
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.run_folder import config_beside, read_config, read_run
+from ortho_vit.data.augment import to_pixels
 from ortho_vit.errors import UsageError
 from ortho_vit.models import ModelSpec, save_checkpoint
 from ortho_vit.models.card import NAME
@@ -199,9 +200,7 @@ def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:
         if len(found) == min(count, len(data.classes)):
             break
     images = torch.stack(list(found.values()))
-    mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (data.mean, data.std))
-    pixels = (images * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-    return pixels, list(found)
+    return to_pixels(images, data.mean, data.std), list(found)
 
 
 def _test_pictures(data: Any) -> Iterable[tuple[Tensor, int]]:

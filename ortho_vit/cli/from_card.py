@@ -55,7 +55,7 @@ def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
             "image_size": card.golden.shape[-1],
             "mean": card.mean,
             "std": card.std,
-            "share": card.crop_pct,
+            "crop_pct": card.crop_pct,
         }
-        return {"class_path": "ortho_vit.data.Pictures", "init_args": arguments}
+        return {"class_path": "ortho_vit.data.UnlabelledImages", "init_args": arguments}
     return data if kind.startswith("ortho_vit.data.") else None

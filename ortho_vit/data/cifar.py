@@ -1,20 +1,36 @@
-"""CIFAR-10 and CIFAR-100 from their official files, in either layout, extracted or still in the archive."""
+"""CIFAR-10 and CIFAR-100 from their official files, in either layout, extracted or still in the archive.
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import ClassVar, NamedTuple
+The files may come from anywhere, and nothing in them is trusted.  An archive is read where it lies: nothing
+is extracted, so a hostile one has no path to write to, and a damaged one leaves nothing behind.  The python
+layout is pickle, which can run code: the reader here knows the five names by which numpy writes an array,
+returns for each a stand-in that keeps its arguments, and refuses any other name.  Whatever goes wrong is
+reported in one line that names the file.
+"""
+
+import gzip
+import hashlib
+import http.client
+import io
+import os
+import pickle
+import tarfile
+import urllib.request
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ortho_vit.data.archive import download, read_archive, read_folder
-from ortho_vit.data.cifar_pickle import read_pickle
 from ortho_vit.data.datamodule import TensorDataModule
 
 HOST = "https://www.cs.toronto.edu/~kriz"
 PIXELS = 3 * 32 * 32
+MAX_BYTES = 2**28  # of one file in an archive; the largest official one has 153,700,000
+MAX_TOTAL = 2**30  # of all of them
 
 Records = tuple[NDArray[np.uint8], NDArray[np.int64]]  # pixels (n, 3072) and labels (n,)
 
@@ -30,17 +46,6 @@ class Layout(NamedTuple):
     read: Callable[[bytes], Records]
 
 
-def read_binary(content: bytes, *, label_bytes: int) -> Records:
-    """Records of `label_bytes` labels, the last being the one to use, and 3,072 bytes of pixels, a channel at
-    a time.
-    """
-    record = label_bytes + PIXELS
-    if not content or len(content) % record:
-        raise ValueError(f"{len(content)} bytes are not a number of whole records of {record}")
-    records = np.frombuffer(content, np.uint8).reshape(-1, record)
-    return records[:, label_bytes:], records[:, label_bytes - 1].astype(np.int64)
-
-
 class _CIFAR(TensorDataModule):
     layouts: ClassVar[tuple[Layout, ...]]  # the first is the one to download
     image_size, channels, padding = 32, 3, 4
@@ -51,26 +56,18 @@ class _CIFAR(TensorDataModule):
         *,
         download: bool = False,
         batch_size: int = 128,
-        num_workers: int = 0,
         crop: bool = True,
         flip: bool = True,
-        autoaugment: bool = False,
-        val_size: int | float = 0.1,
-        limit: int | None = None,
-        seed: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            num_workers=num_workers,
-            crop=crop,
-            flip=flip,
-            autoaugment=autoaugment,
-            val_size=val_size,
-            limit=limit,
-            seed=seed,
-        )
+        super().__init__(batch_size=batch_size, crop=crop, flip=flip, **kwargs)
         self.root = Path(root)
         self.download = download
+
+    @property
+    def source(self) -> str:
+        found = self._find()
+        return f"in {(found[1] if found else self.root).absolute()}"
 
     def prepare_data(self) -> None:
         if self.download and self._find() is None:
@@ -99,20 +96,176 @@ class _CIFAR(TensorDataModule):
         layout, path = found
         names = layout.train if train else layout.test
         contents = read_folder(path, names) if path.is_dir() else read_archive(path, layout.folder, names)
-        records = [
-            self._records(layout, path, name, data) for name, data in zip(names, contents, strict=True)
-        ]
+        records = [self._records(layout, path / name, contents[name]) for name in names]
         pixels, labels = (np.concatenate(part) for part in zip(*records, strict=True))
         return torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels)
 
-    def _records(self, layout: Layout, path: Path, name: str, content: bytes) -> Records:
+    def _records(self, layout: Layout, path: Path, content: bytes) -> Records:
         try:
             pixels, labels = layout.read(content)
             if labels.min() < 0 or labels.max() >= self.num_classes:
                 raise ValueError(f"it has labels outside [0, {self.num_classes})")
         except ValueError as error:
-            raise ValueError(f"{path / name} is damaged: {error}; fetch it again") from error
+            raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
         return pixels, labels
+
+
+# ------------------------------------------------------------------------------------------- folders and archives
+
+
+def read_folder(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The contents of the named files of a folder."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} is incomplete: it has no {', '.join(missing)}; extract the archive again"
+        )
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def read_archive(archive: Path, folder: str, names: Sequence[str]) -> dict[str, bytes]:
+    """The contents of `folder/name` for each name, from a `.tar.gz`."""
+    try:
+        contents = _read_members(archive, {f"{folder}/{name}": name for name in names})
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"{archive} is damaged ({error}); delete it and download it again") from error
+    missing = [name for name in names if name not in contents]
+    if missing:
+        raise ValueError(f"{archive} is incomplete: it has no {folder}/{missing[0]}; download it again")
+    return contents
+
+
+def _read_members(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
+    """Go through the whole archive: for the wanted members, for unsafe ones, and to its checksum at the
+    end.
+    """
+    contents = {}
+    with _Limited(archive) as stream:
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tar:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                    raise tarfile.TarError(
+                        f"refused: its member {member.name!r} could leave the folder it belongs to"
+                    )
+                _require_size(member.size, MAX_BYTES)  # also of those that tarfile would skip, block by block
+                if str(path) in wanted and (file := tar.extractfile(member)):
+                    contents[wanted[str(path)]] = file.read()
+        while stream.read(2**20):  # tarfile stops before the end, where gzip keeps its checksum
+            pass
+    return contents
+
+
+class _Limited(gzip.GzipFile):
+    """Raises an error beyond `MAX_TOTAL` bytes, whatever the archive claims to hold."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        _require_size(self.tell(), MAX_TOTAL)
+        return content
+
+
+def _require_size(size: int, most: int) -> None:
+    if size > most:
+        raise tarfile.TarError(f"refused: it unpacks to more than {most} bytes")
+
+
+def download(url: str, target: Path, md5: str) -> None:
+    """Fetch a file; it appears under its name only when it is complete and its MD5 is right."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    digest = hashlib.md5(usedforsecurity=False)
+    try:
+        with part.open("wb") as out, urllib.request.urlopen(url, timeout=60) as response:
+            while chunk := response.read(2**20):
+                digest.update(chunk)
+                out.write(chunk)
+        if digest.hexdigest() != md5:
+            raise ValueError(
+                f"{url}: the download's MD5 is {digest.hexdigest()}, not {md5}; nothing was kept, try again"
+            )
+        part.replace(target)
+    except (OSError, http.client.HTTPException) as error:
+        by_hand = f"fetch it by hand and put it into {target.parent}"
+        raise ConnectionError(f"could not download {url} ({error}); {by_hand}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------- the two formats
+
+
+def read_binary(content: bytes, *, label_bytes: int) -> Records:
+    """Records of `label_bytes` labels, of which the last is used, and 3,072 bytes of pixels, one channel
+    after another.
+    """
+    record = label_bytes + PIXELS
+    if not content or len(content) % record:
+        raise ValueError(f"{len(content)} bytes are not a number of whole records of {record}")
+    records = np.frombuffer(content, np.uint8).reshape(-1, record)
+    return records[:, label_bytes:], records[:, label_bytes - 1].astype(np.int64)
+
+
+def read_pickle(content: bytes, labels_key: str) -> Records:
+    """Pixels and labels of one pickled batch; a ValueError for anything else in it."""
+    try:
+        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        entries = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
+        pixels = entries["data"].pixels()
+        labels = np.array(entries[labels_key], dtype=np.int64)
+    except Exception as error:  # a hostile pickle can raise anything; it only must not do anything
+        raise ValueError(f"it is not a batch of CIFAR in its python layout ({error})") from error
+    if labels.shape != pixels.shape[:1] or not len(labels):
+        raise ValueError(f"it has {len(pixels)} images and labels of shape {labels.shape}")
+    return pixels, labels
+
+
+class _Array:
+    """An array, or the type of one, as its pickle describes it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = tuple(state)
+
+    def pixels(self) -> NDArray[np.uint8]:
+        if len(self.state) == 5:  # protocols up to 4: the bytes are the last item of the state
+            _, shape, dtype, fortran, content = self.state
+        else:  # protocol 5: they are the first argument
+            content, dtype, shape, order = self.arguments
+            fortran = order != "C"
+        if dtype.arguments[0] not in ("u1", b"u1") or fortran or shape[1:] != (PIXELS,):
+            raise ValueError("its array does not have 3,072 bytes for each image")
+        return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known: dict[
+            tuple[str, str], Callable[..., Any] | None
+        ] = {  # bound methods: a pickle cannot change them
+            ("multiarray", "_reconstruct"): self._array,
+            ("numeric", "_frombuffer"): self._array,
+            ("numpy", "dtype"): self._array,
+            ("numpy", "ndarray"): None,  # only named, never called
+            ("_codecs", "encode"): self._encode,
+        }
+        package, _, submodule = module.rpartition(".")
+        key = (submodule if package in ("numpy.core", "numpy._core") else module, name)
+        if key not in known:
+            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}, which no data file needs")
+        return known[key]
+
+    def _array(self, *arguments: Any) -> _Array:
+        return _Array(*arguments)
+
+    def _encode(self, text: str, _: str) -> bytes:
+        return text.encode("latin1")  # how Python 3 writes bytes in the protocols of Python 2
+
+
+# --------------------------------------------------------------------------------------------------- the data sets
 
 
 class CIFAR10(_CIFAR):
@@ -124,9 +277,7 @@ class CIFAR10(_CIFAR):
         download: fetch the binary archive into `root` if nothing is there.
         crop: pad training images by 4 black pixels and cut a random 32×32 window.
         flip: mirror half of the training images.
-        autoaugment: apply AutoAugment's CIFAR-10 policy to training images; some hundred µs an image, so give
-            it workers.
-        batch_size, num_workers, val_size, limit, seed: see `ImageDataModule`.
+        batch_size, kwargs: see `TensorDataModule` and `ImageDataModule`.
     """
 
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -157,8 +308,8 @@ class CIFAR100(_CIFAR):
     Args:
         root: where `cifar-100-binary.tar.gz` or `cifar-100-python.tar.gz` lies, or the folder extracted from
             it; may be that folder itself.
-        download, crop, flip, autoaugment: see `CIFAR10`.
-        batch_size, num_workers, val_size, limit, seed: see `ImageDataModule`.
+        download, crop, flip: see `CIFAR10`.
+        batch_size, kwargs: see `TensorDataModule` and `ImageDataModule`.
     """
 
     # fmt: off

@@ -1,39 +1,51 @@
-"""What the data modules share: loaders, splits, sets held in memory.
+"""What the data modules share: arguments, loaders, splits, sets held in memory.
 
-Batches are `(images, labels)`: normalised float32 `(B, C, H, W)` and int64 `(B,)`; those of `predict` are
-`(images, names)`.  The validation set is held out of the training set by seed; the test set serves `test` and
-`predict` only.
+Batches are `(images, labels)`: normalised float32 `(B, C, H, W)` and int64 `(B,)`, or probabilities `(B,
+classes)` in training with mixup or cutmix; those of `predict` are `(images, names)`.  The validation set is
+held out of the training set by seed; the test set is for `test` and `predict` only.
 
 A data module works without a trainer too: `data.prepare_data(); data.setup("fit"); data.train_dataloader()`.
+Batches are on the CPU then; while a trainer runs they are made on its device.
 """
 
+import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerStatus
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from ortho_vit.data.augment import AutoAugment, normalize, random_crop, random_flip
-from ortho_vit.data.rng import hold_out, uniform
-from ortho_vit.data.sampling import EpochSampler, Key, Loader
+from ortho_vit.data.augment import Augmentation, AutoAugmentPolicy, PolicyName, make_policy
+from ortho_vit.data.rng import hold_out
+from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader
+
+NAMED_CLASSES = 10  # at most so many are named in a description
 
 
 class ImageDataModule(L.LightningDataModule):
     """The arguments and the loaders of every data module.
 
     Args:
-        batch_size: pictures in a batch, for each process.
+        batch_size: images in a batch, for each process.
         num_workers: processes that prepare training batches; 0 prepares them in the training process.  The
             batches are the same with any number.
         val_size: how much of the training set to hold out for validation: a count, or a share below 1.  0
             trains on everything and validates on nothing.
-        limit: use at most so many pictures of each set, for a quick look.
+        limit: use at most so many images of each set, for a quick look.
         seed: decides the splits, the order of the training set and its augmentation.
+        augment: apply a policy of random operations to training images: "autoaugment", "randaugment" or
+            "trivialaugment".
+        autoaugment: the same as `augment: autoaugment`.
+        random_erasing: the probability that a random box of a training image is replaced by the mean colour.
+        mixup: the α of mixup, 0 for none.  A training batch is averaged with itself in reverse order, images
+            and labels.
+        cutmix: the α of cutmix, 0 for none.  A box of each image comes from its partner.  With both, each has
+            half of the batches.
     """
 
     classes: Sequence[str]
@@ -41,12 +53,25 @@ class ImageDataModule(L.LightningDataModule):
     std: tuple[float, ...]
     image_size: int
     channels: int = 3
+    crop_pct: float = 1.0  # how much of the shorter side evaluation looks at, in timm's sense
+    autoaugment_policy = AutoAugmentPolicy.CIFAR10
     train_set: Any = None  # these three by setup
     val_set: Any = None
     test_set: Any = None
 
     def __init__(
-        self, *, batch_size: int, num_workers: int, val_size: int | float, limit: int | None, seed: int
+        self,
+        *,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        val_size: int | float = 0.1,
+        limit: int | None = None,
+        seed: int = 0,
+        augment: PolicyName | None = None,
+        autoaugment: bool = False,
+        random_erasing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
     ) -> None:
         super().__init__()
         self._require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
@@ -58,13 +83,30 @@ class ImageDataModule(L.LightningDataModule):
             0 <= val_size < 1 if share else val_size >= 0,
             f"val_size must be a count of at least 0 or a share in [0, 1), got {val_size}",
         )
+        known = ("autoaugment", "randaugment", "trivialaugment")
+        self._require(
+            augment in (None, *known), f"augment must be one of {', '.join(known)}, got {augment!r}"
+        )
+        self._require(
+            not autoaugment or augment in (None, "autoaugment"),
+            f"autoaugment=True and augment={augment!r} exclude each other; set autoaugment to false",
+        )
+        self._require(0 <= random_erasing <= 1, f"random_erasing must be in [0, 1], got {random_erasing}")
+        for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
+            self._require(0 <= alpha < float("inf"), f"{name} must be at least 0, got {alpha}")
         self.batch_size, self.num_workers, self.val_size = batch_size, num_workers, val_size
         self.limit, self.seed = limit, seed
+        self.augment: PolicyName | None = "autoaugment" if autoaugment else augment
+        self.random_erasing, self.mixup, self.cutmix = random_erasing, mixup, cutmix
         self._limit_val_batches: int | float | None = None  # the trainer's own, while there is no validation
 
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+    @property
+    def autoaugment(self) -> bool:
+        return self.augment == "autoaugment"
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -75,7 +117,11 @@ class ImageDataModule(L.LightningDataModule):
         size = len(labels)
         held_out = round(self.val_size * size) if isinstance(self.val_size, float) else self.val_size
         self._require(
-            held_out < size, f"val_size must be in [0, {size}) for {size} pictures, got {self.val_size}"
+            held_out < size, f"val_size must be in [0, {size}) for {size} images, got {self.val_size}"
+        )
+        self._require(
+            held_out > 0 or self.val_size == 0,
+            f"val_size={self.val_size} of {size} images is none; give a count, or 0 to train without validation",
         )
         validation, training = hold_out(labels, held_out, self.seed)
         return training, validation
@@ -85,6 +131,31 @@ class ImageDataModule(L.LightningDataModule):
         if self.limit is None or self.limit >= len(rows):
             return rows
         return rows[hold_out(labels[rows], self.limit, self.seed)[0]]
+
+    def _augmentation(
+        self, *, train: bool, padding: int = 0, flip: bool = False, first_column: int = 0
+    ) -> Augmentation:
+        """What makes batches of uint8 images: all of it in training, else normalisation."""
+        if not train:
+            return Augmentation(self.mean, self.std)
+        return Augmentation(
+            self.mean,
+            self.std,
+            padding=padding,
+            flip=flip,
+            policy=make_policy(self.augment, self.autoaugment_policy),
+            erasing=self.random_erasing,
+            mixup=self.mixup,
+            cutmix=self.cutmix,
+            num_classes=self.num_classes,
+            seed=self.seed,
+            first_column=first_column,
+        )
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Where the images come from."""
 
     @abstractmethod
     def _load(self, stage: str | None) -> None:
@@ -104,6 +175,30 @@ class ImageDataModule(L.LightningDataModule):
         if stage == "fit" and self.trainer and self._limit_val_batches is not None:
             self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
+    def describe(self) -> str:
+        """One line: the data that `setup` has found, its classes and sets, where it is, and what was
+        skipped.
+        """
+        parts = []
+        for name, dataset in (
+            ("training", self.train_set),
+            ("validation", self.val_set),
+            ("test", self.test_set),
+        ):
+            if dataset is None:
+                continue
+            same = name == "test" and dataset is self.val_set
+            parts.append("test on the validation images" if same else f"{len(dataset):,} {name}")
+        counted = self.train_set if self.train_set is not None else self.test_set
+        counts = np.bincount(counted.labels, minlength=self.num_classes) if counted is not None else ()
+        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)][
+            :NAMED_CLASSES
+        ]
+        if named and self.num_classes > NAMED_CLASSES:
+            named.append("…")
+        classes = f"{self.num_classes} classes" + (f" ({', '.join(named)})" if named else "")
+        return printable(f"{type(self).__name__}: {'; '.join([classes, ', '.join(parts), self.source])}")
+
     def _ready(self, dataset: Any, stage: str) -> Any:
         if dataset is None:
             raise RuntimeError(f'{type(self).__name__}: call setup("{stage}") first')
@@ -113,7 +208,7 @@ class ImageDataModule(L.LightningDataModule):
         return self._batches(self._ready(self.train_set, "fit"), train=True)
 
     def val_dataloader(self) -> Loader | list[Loader]:
-        """The pictures held out of the training set; no loader, an empty list, if there are none."""
+        """The images held out of the training set; no loader, an empty list, if there are none."""
         dataset = self._ready(self.val_set, "validate")
         if not len(dataset):
             asked_for = self.trainer is not None and self.trainer.state.fn == "validate"
@@ -123,17 +218,10 @@ class ImageDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> Loader:
         dataset = self._ready(self.test_set, "test")
-        self._require(len(dataset) > 0, "nothing to test on: no test pictures, and val_size=0")
+        self._require(len(dataset) > 0, "nothing to test on: no test images, and val_size=0")
         return self._batches(dataset)
 
-    def _loader(
-        self,
-        dataset: Any,
-        *,
-        train: bool = False,
-        num_workers: int = 0,
-        receive: Callable[[Any], Any] | None = None,
-    ) -> Loader:
+    def _loader(self, dataset: BatchSet, *, train: bool = False, **kwargs: Any) -> Loader:
         trainer = self.trainer
         sampler = EpochSampler(
             len(dataset),
@@ -143,87 +231,89 @@ class ImageDataModule(L.LightningDataModule):
             rank=trainer.global_rank if trainer else 0,
             world_size=trainer.world_size if trainer else 1,
         )
-        return Loader(
-            dataset,
-            sampler,
-            num_workers=num_workers,
-            position=self._batches_done if train else None,
-            receive=receive,
-        )
+        position = self._batches_done if train else None
+        return Loader(dataset, sampler, device=self._device(), position=position, **kwargs)
+
+    def _device(self) -> torch.device:
+        """The trainer's while it runs, else the CPU."""
+        trainer = self.trainer
+        running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return trainer.strategy.root_device if trainer is not None and running else torch.device("cpu")
 
     def _batches_done(self) -> int:
-        """How many batches of this epoch the trainer has finished: not 0 where it resumes in the middle of
-        one.
-        """
+        """How many batches of this epoch the trainer has finished: not 0 where it resumes in mid-epoch."""
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer else 0
 
 
-class TensorSet(Dataset[Any]):
-    """Some rows of images held in memory as uint8; indexed by a `Key`, it makes the whole batch at once."""
+def printable(text: str) -> str:
+    """Text that any terminal takes: bytes of file names that are not UTF-8 become question marks."""
+    return os.fsencode(text).decode("utf-8", "replace")
+
+
+def augmented(augmentation: Augmentation, batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device, ready for a network."""
+    images, labels = batch.images.to(device, non_blocking=True), batch.targets
+    if not isinstance(labels, Tensor):
+        return batch._replace(images=augmentation(images, None, batch.key)[0])
+    made, targets = augmentation(images, labels.to(device, non_blocking=True), batch.key)
+    assert targets is not None
+    return batch._replace(images=made, targets=targets)
+
+
+class TensorSet(BatchSet):
+    """Some rows of uint8 images held in memory, on any device."""
 
     def __init__(
         self,
         images: Tensor,
         targets: Tensor | Sequence[str],
         rows: NDArray[np.int64],
-        transform: Callable[[Tensor, Key], Tensor],
+        augmentation: Augmentation,
     ) -> None:
-        self.images, self.targets, self.rows, self.transform = images, targets, rows, transform
+        self.images, self.targets, self.rows, self.augmentation = images, targets, rows, augmentation
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor | list[str]]:
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        assert isinstance(self.targets, Tensor)
+        return self.targets.numpy()[self.rows]
+
+    def __getitem__(self, key: Key) -> Batch:
         rows = self.rows[key.samples]
-        images = self.transform(self.images[torch.from_numpy(rows)], Key(key.epoch, rows))
+        images = self.images[torch.from_numpy(rows).to(self.images.device)]
         if isinstance(self.targets, Tensor):
-            return images, self.targets[torch.from_numpy(rows)]
-        return images, [self.targets[row] for row in rows]
+            return Batch(images, self.targets[torch.from_numpy(rows)], Key(key.epoch, rows), [])
+        return Batch(images, [self.targets[row] for row in rows], Key(key.epoch, rows), [])
+
+    def augment(self, batch: Batch, device: torch.device) -> Batch:
+        return augmented(self.augmentation, batch, device)
 
     def names(self, samples: NDArray[np.int64]) -> list[int]:
         """Their places in the official set."""
         return self.rows[samples].tolist()
 
 
-class Recipe:
-    """Random crop, random flip, AutoAugment, normalisation, in this order, as a function of a batch and its
-    key.
-    """
-
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        padding: int = 0,
-        flip: bool = False,
-        autoaugment: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.mean, self.std, self.padding, self.flip, self.seed = mean, std, padding, flip, seed
-        self.policy = AutoAugment() if autoaugment else None
-
-    def __call__(self, images: Tensor, key: Key) -> Tensor:
-        noise = uniform(self.seed, "augment", key.epoch, key.samples, 3 + AutoAugment.columns)
-        if self.padding:
-            images = random_crop(images, self.padding, noise[:, 0:2])
-        if self.flip:
-            images = random_flip(images, noise[:, 2])
-        if self.policy is not None:
-            images = self.policy.batch(images, noise[:, 3:])
-        return normalize(images, self.mean, self.std)
-
-
 class TensorDataModule(ImageDataModule):
-    """A data module whose sets fit in memory.  Only training batches use workers: evaluation has nothing slow
-    to do.
+    """A data module whose sets fit in memory.
+
+    Only training batches use workers: there is nothing slow about evaluation.
+
+    Args:
+        crop: shift training images at random, by up to `padding` pixels in both directions.
+        flip: mirror half of the training images.
+        device_resident: keep the images on the trainer's device, so that a batch needs no transfer.
+        kwargs: see `ImageDataModule`.
     """
 
     padding: int
 
-    def __init__(self, *, crop: bool, flip: bool, autoaugment: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, *, crop: bool = True, flip: bool = False, device_resident: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.crop, self.flip, self.autoaugment = crop, flip, autoaugment
+        self.crop, self.flip, self.device_resident = crop, flip, device_resident
 
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
@@ -233,33 +323,38 @@ class TensorDataModule(ImageDataModule):
         if stage in (None, "fit", "validate") and self.train_set is None:
             images, labels = self.read(train=True)
             training, validation = self._split(labels.numpy())
-            self.train_set = self._set(images, labels, training, augmented=True)
+            self.train_set = self._set(images, labels, training, train=True)
             self.val_set = self._set(images, labels, validation)
         if stage in (None, "test", "predict") and self.test_set is None:
             images, labels = self.read(train=False)
             self.test_set = self._set(images, labels, np.arange(len(labels)))
 
     def _set(
-        self, images: Tensor, labels: Tensor, rows: NDArray[np.int64], *, augmented: bool = False
+        self, images: Tensor, labels: Tensor, rows: NDArray[np.int64], *, train: bool = False
     ) -> TensorSet:
-        recipe = Recipe(self.mean, self.std)
-        if augmented:
-            padding = self.padding if self.crop else 0
-            recipe = Recipe(
-                self.mean,
-                self.std,
-                padding=padding,
-                flip=self.flip,
-                autoaugment=self.autoaugment,
-                seed=self.seed,
-            )
-        return TensorSet(images, labels, self._limited(rows, labels.numpy()), recipe)
+        augmentation = self._augmentation(
+            train=train, padding=self.padding if self.crop else 0, flip=self.flip
+        )
+        return TensorSet(images, labels, self._limited(rows, labels.numpy()), augmentation)
 
     def _batches(self, dataset: TensorSet, train: bool = False) -> Loader:
+        if self.device_resident and self._device().type != "cpu":
+            self._move_sets(self._device())
+            return self._loader(dataset, train=train)
         return self._loader(dataset, train=train, num_workers=self.num_workers if train else 0)
 
+    def _move_sets(self, device: torch.device) -> None:
+        """Move the images to the device, once where training and validation share them."""
+        moved: dict[int, Tensor] = {}
+        for dataset in (self.train_set, self.val_set, self.test_set):
+            if dataset is not None:
+                images = dataset.images
+                if id(images) not in moved:
+                    moved[id(images)] = images.to(device)
+                dataset.images = moved[id(images)]
+
     def predict_dataloader(self) -> Loader:
-        """The test set's pictures, named by their place in it."""
+        """The test set's images, named by their place in it."""
         test = self._ready(self.test_set, "predict")
         names = [f"test/{row:05d}" for row in range(len(test.images))]
-        return self._loader(TensorSet(test.images, names, test.rows, test.transform))
+        return self._loader(TensorSet(test.images, names, test.rows, test.augmentation))

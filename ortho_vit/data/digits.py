@@ -2,6 +2,8 @@
 downloaded.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,36 +21,20 @@ class Digits(TensorDataModule):
     """1,797 grey 8×8 images of the digits 0 to 9; a fixed fifth of them, stratified, is the test set.
 
     Args:
-        batch_size, num_workers, val_size, limit, seed: see `ImageDataModule`.
         crop: shift each training image at random by up to one of its pixels in both directions.
         image_size: side that the images are enlarged to, for networks that expect more than 8×8.
+        batch_size, kwargs: see `ImageDataModule`.
     """
 
     classes = tuple("0123456789")
     mean, std = (0.3053,), (0.3759,)
     channels = 1
+    source = "part of scikit-learn"
 
     def __init__(
-        self,
-        *,
-        batch_size: int = 64,
-        num_workers: int = 0,
-        crop: bool = True,
-        image_size: int = 8,
-        val_size: int | float = 0.1,
-        limit: int | None = None,
-        seed: int = 0,
+        self, *, batch_size: int = 64, crop: bool = True, image_size: int = 8, **kwargs: Any
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            num_workers=num_workers,
-            crop=crop,
-            flip=False,
-            autoaugment=False,
-            val_size=val_size,
-            limit=limit,
-            seed=seed,
-        )
+        super().__init__(batch_size=batch_size, crop=crop, flip=False, **kwargs)
         self._require(image_size >= 8, f"image_size must be at least 8, got {image_size}")
         self.image_size, self.padding = image_size, image_size // 8
 

@@ -1,13 +1,18 @@
-"""A user's own pictures: a folder with one folder for each class.
+"""A user's own images: a folder with one folder for each class, or images without labels.
 
-Pictures are decoded when their batch is made, by workers if there are any: at 224 pixels even a small set is
-too large to hold.  A picture that cannot be read stops training and evaluation with its name, and is left
-out, with a warning and a count, in prediction.
+Images are decoded when their batch is made, by workers if there are any: at 224 pixels even a small set is
+too large to hold in memory.  The headers of all files are checked at the start, so that every bad file is
+known before training; a file that still cannot be decoded stops training and evaluation with its name.  With
+`skip_unreadable`, and in prediction, such files are left out, with a warning and a count.
 """
 
 import os
+import re
+import sys
+import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,270 +21,539 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from ortho_vit.data.augment import AutoAugment, AutoAugmentPolicy, normalize, random_flip
-from ortho_vit.data.datamodule import ImageDataModule
-from ortho_vit.data.picture import SUFFIXES, centre_box, decode, random_box, resized
+from ortho_vit.data.augment import Augmentation, AutoAugmentPolicy
+from ortho_vit.data.datamodule import ImageDataModule, augmented, printable
+from ortho_vit.data.decode import (
+    CROP_PCT,
+    SUFFIXES,
+    central_square,
+    check_header,
+    decode,
+    random_box,
+    resized,
+)
 from ortho_vit.data.rng import uniform
-from ortho_vit.data.sampling import Key, Loader
+from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
 
-Received = tuple[
-    Tensor, list[int], list[str]
-]  # images, which samples they are, what was wrong with the others
+SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+LIKE_A_SPLIT = {name for names in SPLITS.values() for name in names} | {
+    "dev",
+    "eval",
+    "evaluation",
+    "holdout",
+}
+JUNK = {
+    "__macosx",
+    "@eadir",
+    "lost+found",
+    "$recycle.bin",
+    "system volume information",
+    "thumbs.db",
+    "desktop.ini",
+}
+SHOWN = 5  # at most so many files or folders are named in a message
 
 
-class PictureSet(Dataset[Any]):
-    """Files, decoded on demand; indexed by a `Key`, it makes the whole batch, without the files that cannot
-    be read.
+# ------------------------------------------------------------------------------------------------------- what is there
 
-    What was wrong travels with the batch, to be dealt with in the main process: an exception that leaves a
-    worker arrives wrapped in a page of traceback.
+
+@dataclass
+class Found:
+    """The files below a folder, sorted, and what was skipped: a reason for each entry."""
+
+    paths: list[Path] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def find_files(folder: Path) -> Found:
+    """All files below a folder.  Hidden entries do not count; links to folders are not followed, as they may
+    go in circles.
+    """
+    found = Found()
+    for parent, folders, names in os.walk(folder):
+        for name in list(folders):
+            if name.startswith(".") or is_junk(name) or Path(parent, name).is_symlink():
+                folders.remove(name)
+                if Path(parent, name).is_symlink():
+                    found.skipped.append(f"{Path(parent, name)}: a link to a folder")
+                elif is_junk(name):
+                    found.skipped.append(f"{Path(parent, name)}: made by the operating system")
+        for name in names:
+            path = Path(parent, name)
+            if name.startswith("."):
+                continue
+            if is_junk(name):
+                found.skipped.append(f"{path}: made by the operating system")
+            elif path.is_file():
+                found.paths.append(path)
+            else:
+                found.skipped.append(
+                    f"{path}: {'a dangling link' if path.is_symlink() else 'not a regular file'}"
+                )
+    found.paths.sort()
+    return found
+
+
+def is_junk(name: str) -> bool:
+    """Whether an entry comes from an operating system or an archive program, not from the user."""
+    return name.lower() in JUNK
+
+
+def folders_in(folder: Path) -> list[str]:
+    """The names of the folders in a folder, sorted, without hidden ones and junk."""
+    entries = (entry for entry in folder.iterdir() if entry.is_dir())
+    return sorted(
+        entry.name for entry in entries if not entry.name.startswith(".") and not is_junk(entry.name)
+    )
+
+
+def looks_like_a_split(name: str) -> bool:
+    """Whether a folder's name is usual for a part of a data set: `Test`, `test_set`, `val2`,
+    `validation-images`.
+    """
+    words = re.split(r"[^a-z]+", name.lower())
+    rest = {"", "set", "data", "images", "split", "dataset", "folder", "imgs", "img"}
+    return words[0] in LIKE_A_SPLIT and set(words[1:]) <= rest
+
+
+def _some(items: Sequence[str]) -> str:
+    """The first few items as a text."""
+    more = f"; and {len(items) - SHOWN:,} more" if len(items) > SHOWN else ""
+    return "; ".join(items[:SHOWN]) + more
+
+
+class Progress:
+    """Says on a terminal how far a loop has come, if it takes more than two seconds."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.next = what, total, time.monotonic() + 2
+        self.shown = False
+
+    def __call__(self, done: int) -> None:
+        if sys.stderr.isatty() and time.monotonic() > self.next:
+            print(f"\r{self.what}: {done:,} of {self.total:,}", end="", file=sys.stderr, flush=True)
+            self.next, self.shown = time.monotonic() + 0.5, True
+
+    def end(self) -> None:
+        if self.shown:
+            print(f"\r{self.what}: {self.total:,} of {self.total:,}", file=sys.stderr, flush=True)
+
+
+def unreadable(paths: Sequence[Path]) -> dict[Path, str]:
+    """The files that are not images, by their names and headers, and what is wrong with each."""
+    bad: dict[Path, str] = {}
+    progress = Progress("checking images", len(paths))
+    for number, path in enumerate(paths):
+        if path.suffix.lower() not in SUFFIXES:
+            bad[path] = f"{path} is not an image"
+            continue
+        try:
+            check_header(path)
+        except ValueError as error:
+            bad[path] = str(error)
+        progress(number)
+    progress.end()
+    return bad
+
+
+# ------------------------------------------------------------------------------------------------------------ data sets
+
+
+class FileSet(BatchSet):
+    """Image files, decoded on demand to squares of uint8; batches lack the files that cannot be read.
+
+    Args:
+        targets: labels, or names.
+        crop: take random parts of the images, instead of the central square.
+        grey: convert to one channel.
     """
 
     def __init__(
         self,
         paths: Sequence[Path],
-        labels: NDArray[np.int64],
+        targets: NDArray[np.int64] | list[str],
+        augmentation: Augmentation,
         *,
         image_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
         crop: bool = False,
-        flip: bool = False,
-        autoaugment: bool = False,
+        crop_pct: float = CROP_PCT,
+        grey: bool = False,
         seed: int = 0,
     ) -> None:
-        self.paths, self.labels, self.image_size, self.mean, self.std = paths, labels, image_size, mean, std
-        self.crop, self.flip, self.seed = crop, flip, seed
-        self.policy = AutoAugment(AutoAugmentPolicy.IMAGENET) if autoaugment else None
+        self.paths, self.targets, self.augmentation, self.image_size = (
+            paths,
+            targets,
+            augmentation,
+            image_size,
+        )
+        self.crop, self.crop_pct, self.grey, self.seed = crop, crop_pct, grey, seed
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, key: Key) -> Received:
-        noise = uniform(self.seed, "augment", key.epoch, key.samples, 5 + AutoAugment.columns)
-        pixels, good, failures = [], [], []
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        assert not isinstance(self.targets, list)
+        return self.targets
+
+    def __getitem__(self, key: Key) -> Batch:
+        noise = uniform(self.seed, "augment", key.epoch, key.samples, 4)
+        images, good, failures = [], [], []
         for position, sample in enumerate(key.samples.tolist()):
             try:
-                pixels.append(self._pixels(self.paths[sample], noise[position]))
+                images.append(self._pixels(self.paths[sample], noise[position]))
                 good.append(position)
             except ValueError as error:
                 failures.append(str(error))
-        if not good:
-            return torch.empty(0, 3, self.image_size, self.image_size), [], failures
-        images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
-        if self.flip:
-            images = random_flip(images, noise[good, 4])
-        images = normalize(images, self.mean, self.std).contiguous()
-        return images, key.samples[good].tolist(), failures
+        samples = key.samples[good]
+        targets = self.targets
+        chosen = (
+            [targets[i] for i in samples] if isinstance(targets, list) else torch.from_numpy(targets[samples])
+        )
+        size = self.image_size
+        pixels = (
+            torch.stack(images)
+            if images
+            else torch.empty(0, 1 if self.grey else 3, size, size, dtype=torch.uint8)
+        )
+        return Batch(pixels, chosen, Key(key.epoch, samples), failures)
+
+    def _pixels(self, path: Path, noise: NDArray[np.float64]) -> Tensor:
+        image = decode(path)
+        if self.crop:
+            image = resized(image, self.image_size, random_box(*image.size, noise))
+        else:
+            image = central_square(image, self.image_size, self.crop_pct)
+        pixels = np.array(image.convert("L") if self.grey else image)
+        return torch.from_numpy(pixels).view(self.image_size, self.image_size, -1).permute(2, 0, 1)
+
+    def augment(self, batch: Batch, device: torch.device) -> Batch:
+        return augmented(self.augmentation, batch, device)
 
     def names(self, samples: NDArray[np.int64]) -> list[str]:
         """Their files."""
         return [str(self.paths[sample]) for sample in samples]
 
-    def _pixels(self, path: Path, noise: NDArray[np.float64]) -> NDArray[np.uint8]:
-        picture = decode(path)
-        box = random_box(*picture.size, noise[:4]) if self.crop else centre_box(*picture.size)
-        picture = resized(picture, self.image_size, box)
-        if self.policy is not None:
-            picture = self.policy.image(picture, noise[5:])
-        return np.asarray(picture)
-
 
 class ImageFolder(ImageDataModule):
-    """Pictures in `root/train/<class>/`, with `root/val/<class>/` and `root/test/<class>/` if they exist.
+    """Images in `root/train/<class>/`, with `root/val/<class>/` and `root/test/<class>/` if they exist.
 
-    Without a folder `train`, the classes lie in `root` itself.  Without a folder `val`, `val_size` of the
-    training pictures are held out by seed; without a folder `test`, `test` uses the validation pictures.  Any
+    The three may also be called training, valid or validation, and testing, in upper or lower case.  Without
+    a folder for training, the classes lie in `root` itself.  Without one for validation, `val_size` of the
+    training images are held out by seed; without one for testing, `test` uses the validation images.  Any
     mode (grey, palette, transparent, CMYK, 16 bits) is converted to RGB.
 
     Args:
         root: the folder.
-        image_size: side of the square the network sees.  Training takes a random part of the picture (with
-            `crop`), evaluation the central square of 7/8 of the shorter side; each is resized to it.
-        predict_root: a folder of pictures for `predict`, with or without folders in it, or one picture;
-            without it the test pictures.  Predicted names are relative to it, and pictures left out are
-            listed in `skipped`.
-        mean, std: of the pixels in [0, 1], by which pictures are normalised; by default ImageNet's.
+        image_size: side of the square the network sees.  Training takes a random part of the image (with
+            `crop`), resized to it; evaluation resizes the shorter side to `image_size / crop_pct` and takes
+            the centre.
+        crop_pct: see `image_size`; the default is usual on ImageNet.
+        predict_root: a folder of images for `predict`, with or without folders in it, or one image; without
+            it the test images.  Predicted names are relative to it, and images left out are listed in
+            `skipped`.
+        skip_unreadable: train and evaluate without the files that are not images or are damaged, instead of
+            stopping with a list of them.
+        mean, std: of the pixels in [0, 1], by which images are normalised; by default ImageNet's.
         crop: random parts in training, of 8 % to 100 % of the area.
-        flip: mirror half of the training pictures.
-        autoaugment: apply AutoAugment's ImageNet policy to training pictures.
+        flip: mirror half of the training images.
         num_workers: processes that decode, in training and evaluation alike.
-        batch_size, val_size, limit, seed: see `ImageDataModule`.
+        batch_size, kwargs: see `ImageDataModule`.
     """
 
-    predict_set: PictureSet | None = None
+    autoaugment_policy = AutoAugmentPolicy.IMAGENET
+    predict_set: FileSet | None = None
 
     def __init__(
         self,
         root: str = "data",
         *,
         image_size: int = 224,
+        crop_pct: float = CROP_PCT,
         predict_root: str | None = None,
+        skip_unreadable: bool = False,
         mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
         std: tuple[float, float, float] = (0.229, 0.224, 0.225),
         batch_size: int = 64,
-        num_workers: int = 0,
         crop: bool = True,
         flip: bool = True,
-        autoaugment: bool = False,
-        val_size: int | float = 0.1,
-        limit: int | None = None,
-        seed: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, num_workers=num_workers, val_size=val_size, limit=limit, seed=seed
-        )
+        super().__init__(batch_size=batch_size, **kwargs)
         self._require(image_size >= 1, f"image_size must be at least 1, got {image_size}")
+        self._require(0 < crop_pct <= 1, f"crop_pct must be in (0, 1], got {crop_pct}")
         self._require(len(mean) == len(std) == 3, f"mean and std must have 3 numbers, got {mean} and {std}")
         self._require(min(std) > 0, f"std must be positive, got {std}")
-        self.root, self.image_size, self.mean, self.std = Path(root), image_size, tuple(mean), tuple(std)
+        self.root, self.image_size, self.crop_pct = Path(root), image_size, crop_pct
+        self.mean, self.std, self.crop, self.flip = tuple(mean), tuple(std), crop, flip
         self.predict_root = Path(predict_root) if predict_root is not None else None
-        self.crop, self.flip, self.autoaugment = crop, flip, autoaugment
+        self.skip_unreadable = skip_unreadable
         self.skipped: list[str] = []
+        self._not_files: list[str] = []  # of prediction: dangling links and the like
 
-    def _part(self, name: str) -> Path | None:
-        return self.root / name if (self.root / name).is_dir() else None
+    # ---- what is there
+
+    @cached_property
+    def parts(self) -> dict[str, Path]:
+        """The folders for "train", "val" and "test" that exist, whatever their case."""
+        names = folders_in(self.root) if self.root.is_dir() else []
+        parts: dict[str, Path] = {}
+        for part, known in SPLITS.items():
+            found = [name for name in names if name.lower() in known]
+            self._require(
+                len(found) < 2, f"{self.root} has {' and '.join(found)}, both for {part}; keep one of them"
+            )
+            if found:
+                parts[part] = self.root / found[0]
+        others = any(not looks_like_a_split(name) for name in names)
+        if others and "train" in parts and not folders_in(parts["train"]):
+            del parts["train"]  # it is a class, beside buses and ships
+        return parts
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the class folders, sorted: label i is the i-th."""
-        folder = self._part("train") or self.root
-        names = _folders(folder) if folder.is_dir() else []
-        self._require(
-            not {"val", "test"} & set(names),
-            f"{folder} has a folder val or test, but no folder train beside it",
-        )
+        folder = self.parts.get("train", self.root)
+        if not folder.is_dir():
+            kind = "is not a folder" if folder.exists() else "does not exist"
+            raise FileNotFoundError(f"ImageFolder: {folder.absolute()} {kind}; set data.root to your folder")
+        self._check_parts()
+        names = folders_in(folder)
         if not names:
             raise FileNotFoundError(
-                f"ImageFolder: no class folders in {folder.absolute()}; put the pictures into one for each class, "
+                f"ImageFolder: no class folders in {folder.absolute()}; put the images into one for each class, "
                 f"{self.root}/train/<class>/ or {self.root}/<class>/"
             )
         self._require(len(names) > 1, f"{folder} has one class only, {names[0]!r}; put a second beside it")
         return tuple(names)
 
+    def _check_parts(self) -> None:
+        """Refuse folders that are probably parts of the data set, but would be taken for classes or ignored."""
+        used = {"train", *(path.name for path in self.parts.values())}
+        stray = [name for name in folders_in(self.root) if looks_like_a_split(name) and name not in used]
+        if stray:
+            raise ValueError(
+                f"ImageFolder: {self.root} has the folder {stray[0]!r}, which looks like a part of the data set; "
+                "call it train, val or test, or another name if it is a class"
+            )
+        if "train" not in self.parts and self.parts:
+            names = " and ".join(path.name for path in self.parts.values())
+            raise ValueError(
+                f"ImageFolder: {self.root} has the folder {names}, but no folder train beside it; add it, or "
+                "choose another name if it is a class"
+            )
+
+    @property
+    def source(self) -> str:
+        texts = [f"in {self.root.absolute()}"]
+        if self.train_set is not None and "val" not in self.parts and len(self.val_set):
+            texts.append("validation held out of training")
+        if "train" in self.parts:
+            used = {path.name for path in self.parts.values()}
+            ignored = [name for name in folders_in(self.root) if name not in used]
+            texts += [f"ignored folders: {_some(ignored)}"] if ignored else []
+        return "; ".join(texts + self._said_skipped())
+
+    def _said_skipped(self) -> list[str]:
+        return [f"skipped {len(self.skipped):,}: {_some(self.skipped)}"] if self.skipped else []
+
+    def describe(self) -> str:
+        if self.predict_set is None or self.train_set is not None:
+            return super().describe()
+        found = f"{type(self).__name__}: {len(self.predict_set):,} images to predict in {self.predict_root}"
+        return printable("; ".join([found, *self._said_skipped()]))
+
     def _scan(self, folder: Path) -> tuple[list[Path], NDArray[np.int64]]:
-        """All pictures below a folder of classes, sorted, and their labels."""
+        """All images below a folder of classes, sorted, and their labels."""
         classes = self.classes  # first of all: it knows what to say where there are none
-        unknown = sorted(set(_folders(folder)) - set(classes))
+        unknown = sorted(set(folders_in(folder)) - set(classes))
         self._require(
-            not unknown, f"{folder} has the class {unknown[:1]}, which the training pictures have not"
+            not unknown, f"{folder} has the class {unknown[:1]}, which the training images do not have"
         )
+        self.skipped += [
+            f"{path}: made by the operating system" for path in folder.iterdir() if is_junk(path.name)
+        ]
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            found = _files(folder / name)
-            for path in found:
-                self._require(
-                    path.suffix.lower() in SUFFIXES, f"{path} is not a picture; take it out of the folder"
-                )
-            paths += found
-            labels += [label] * len(found)
+            found = find_files(folder / name)
+            self.skipped += found.skipped
+            paths += found.paths
+            labels += [label] * len(found.paths)
         if not paths:
-            raise FileNotFoundError(f"ImageFolder: no pictures in {folder.absolute()}; put some there")
-        return paths, np.array(labels, dtype=np.int64)
+            raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
+        return self._readable(paths, labels)
+
+    def _readable(self, paths: list[Path], labels: list[int]) -> tuple[list[Path], NDArray[np.int64]]:
+        """Those that are images, by their headers; an error that lists the others, or with `skip_unreadable`
+        a warning.
+        """
+        bad = unreadable(paths)
+        reasons = list(bad.values())
+        if bad and not self.skip_unreadable:
+            raise ValueError(self._refusal(reasons))
+        if bad:
+            self.skipped += reasons
+            text = f"ImageFolder: skipped {len(bad):,} of {len(paths):,} files: {_some(reasons)}"
+            warnings.warn(printable(text), stacklevel=2)
+        good = [i for i, path in enumerate(paths) if path not in bad]
+        return [paths[i] for i in good], np.array(labels, dtype=np.int64)[good]
+
+    def _refusal(self, reasons: Sequence[str]) -> str:
+        them = "it" if len(reasons) == 1 else "them"
+        remedy = (
+            f"mend {them} or take {them} out of the folder, or set data.skip_unreadable to leave {them} out"
+        )
+        return printable(f"ImageFolder: {_some(reasons)}; {remedy}")
+
+    # ---- sets
 
     def _load(self, stage: str | None) -> None:
         if stage in (None, "fit", "validate", "test") and self.train_set is None:
             self._setup_labelled()
         if stage == "predict" and self.predict_set is None:
-            folder = self.predict_root or self._part("test") or self.root
-            paths = [folder] if folder.is_file() else _files(folder)
-            if not paths:
-                raise FileNotFoundError(f"ImageFolder: no pictures in {folder.absolute()}; put some there")
-            self.predict_root = folder.parent if folder.is_file() else folder
-            self.predict_set = self._set(paths, np.zeros(len(paths), np.int64), np.arange(len(paths)))
+            self._setup_prediction()
 
     def _setup_labelled(self) -> None:
-        paths, labels = self._scan(self._part("train") or self.root)
+        self.skipped = []
+        paths, labels = self._scan(self.parts.get("train", self.root))
         empty = [name for label, name in enumerate(self.classes) if label not in labels]
         self._require(
-            not empty, f"the class {empty[:1]} has no pictures to train on; put some there, or take it out"
+            not empty, f"the class {empty[:1]} has no images to train on; put some there, or take it out"
         )
-        if folder := self._part("val"):
+        if folder := self.parts.get("val"):
             others = self._scan(folder)
             training, validation = np.arange(len(paths)), np.arange(len(others[0]))
         else:
             others = paths, labels
             training, validation = self._split(labels)
-        self.train_set = self._set(paths, labels, training, augmented=True)
+        self.train_set = self._set(paths, labels, training, train=True)
         self.val_set = self._set(*others, validation)
-        if folder := self._part("test"):
+        if folder := self.parts.get("test"):
             others = self._scan(folder)
             self.test_set = self._set(*others, np.arange(len(others[0])))
         else:
             self.test_set = self.val_set
 
+    def _setup_prediction(self) -> None:
+        folder = self.predict_root or self.parts.get("test")
+        if folder is None and self.root.exists():
+            raise ValueError(
+                f"ImageFolder: {self.root} has no folder test, and the model was trained on its other images; set "
+                f"data.predict_root to a folder of images, or to {self.root} to predict the training images"
+            )
+        folder = folder or self.root
+        if not folder.exists():
+            raise FileNotFoundError(f"ImageFolder: {folder.absolute()} does not exist; set data.predict_root")
+        found = Found([folder]) if folder.is_file() else find_files(folder)
+        if not found.paths:
+            raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
+        self.skipped, self._not_files = list(found.skipped), found.skipped
+        self.predict_root = root = folder.parent if folder.is_file() else folder
+        self.predict_set = self._prediction_set(
+            found.paths, [str(path.relative_to(root)) for path in found.paths]
+        )
+
+    def _prediction_set(self, paths: list[Path], names: list[str]) -> FileSet:
+        rows = self._limited(np.arange(len(paths)), np.zeros(len(paths), np.int64))
+        return FileSet(
+            [paths[row] for row in rows],
+            [names[row] for row in rows],
+            self._augmentation(train=False),
+            image_size=self.image_size,
+            crop_pct=self.crop_pct,
+            grey=self.channels == 1,
+        )
+
     def _set(
-        self,
-        paths: list[Path],
-        labels: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        *,
-        augmented: bool = False,
-    ) -> PictureSet:
+        self, paths: list[Path], labels: NDArray[np.int64], rows: NDArray[np.int64], *, train: bool = False
+    ) -> FileSet:
         rows = self._limited(rows, labels)
-        return PictureSet(
+        return FileSet(
             [paths[row] for row in rows],
             labels[rows],
+            self._augmentation(train=train, flip=self.flip, first_column=2),
             image_size=self.image_size,
-            mean=self.mean,
-            std=self.std,
-            crop=self.crop and augmented,
-            flip=self.flip and augmented,
-            autoaugment=self.autoaugment and augmented,
+            crop=self.crop and train,
+            crop_pct=self.crop_pct,
             seed=self.seed,
         )
 
-    def _batches(self, dataset: PictureSet, train: bool = False) -> Loader:
-        labels = torch.from_numpy(dataset.labels)
+    # ---- loaders
 
-        def receive(received: Received) -> tuple[Tensor, Tensor]:
-            images, samples, failures = received
-            if failures:
-                raise ValueError(f"ImageFolder: {failures[0]}; mend it or take it out of the folder")
-            return images, labels[samples]
+    def _batches(self, dataset: FileSet, train: bool = False) -> Loader:
+        def receive(batch: Batch) -> tuple[Tensor, Any]:
+            if batch.failures and not (self.skip_unreadable and len(batch.images)):
+                raise ValueError(self._refusal(batch.failures))
+            self._warn(batch.failures)
+            return batch.images, batch.targets
 
         return self._loader(dataset, train=train, num_workers=self.num_workers, receive=receive)
 
     def predict_dataloader(self) -> Loader:
-        """Batches of `(images, names)`; pictures that cannot be read are missing from them and listed in
+        """Batches of `(images, names)`; images that cannot be read are missing from them and listed in
         `skipped`.
         """
-        dataset, root = self._ready(self.predict_set, "predict"), self.predict_root
-        self.skipped = []
+        dataset = self._ready(self.predict_set, "predict")
+        self.skipped = list(self._not_files)
 
-        def receive(received: Received) -> tuple[Tensor, list[str]] | None:
-            images, samples, failures = received
-            self.skipped += failures
-            for failure in failures:
-                warnings.warn(f"ImageFolder: {failure}; skipped", stacklevel=2)
-            return (
-                (images, [str(dataset.paths[sample].relative_to(root)) for sample in samples])
-                if samples
-                else None
-            )
+        def receive(batch: Batch) -> tuple[Tensor, Any] | None:
+            self.skipped += batch.failures
+            self._warn(batch.failures)
+            return (batch.images, batch.targets) if len(batch.images) else None
 
         return self._loader(dataset, num_workers=self.num_workers, receive=receive)
+
+    def _warn(self, failures: Sequence[str]) -> None:
+        for failure in failures:
+            warnings.warn(printable(f"ImageFolder: {failure}; skipped"), stacklevel=3)
 
     def teardown(self, stage: str | None = None) -> None:
         super().teardown(stage)
         if stage == "predict" and self.skipped and self.predict_set is not None:
-            total = len(self.predict_set)
-            warnings.warn(f"ImageFolder: skipped {len(self.skipped)} of {total} pictures", stacklevel=2)
+            total = len(self.predict_set) + len(self._not_files)
+            warnings.warn(f"ImageFolder: skipped {len(self.skipped)} of {total} images", stacklevel=2)
 
 
-def _folders(folder: Path) -> list[str]:
-    return sorted(
-        entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+class UnlabelledImages(ImageFolder):
+    """All images below a folder, or one image, cut and resized for a model that knows its classes already.
 
+    Args:
+        folder: the folder, with or without folders in it, or one image.  Files that cannot be read are left
+            out, with a warning and a count.
+        classes: the names of the model's classes, in their order.
+        image_size: side of the square the network sees.
+        mean, std: of the pixels in [0, 1], by which the model's were normalised: one number for grey, or
+            three.
+        crop_pct: the shorter side is resized to `image_size / crop_pct`, and the centre is taken.
+        share: the old name of `crop_pct`.
+        batch_size, num_workers: see `ImageDataModule`.
+    """
 
-def _files(folder: Path) -> list[Path]:
-    """All files below a folder, sorted, but for hidden ones."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())
+    def __init__(
+        self,
+        folder: str,
+        *,
+        classes: list[str],
+        image_size: int,
+        mean: list[float],
+        std: list[float],
+        crop_pct: float = 1.0,
+        share: float | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            image_size=image_size,
+            crop_pct=crop_pct if share is None else share,
+            predict_root=folder,
+            batch_size=batch_size,
+            num_workers=num_workers,
+        )
+        self._require(
+            len(mean) == len(std) and len(mean) in (1, 3),
+            f"mean and std must have 1 or 3 numbers, got {mean} and {std}",
+        )
+        self.classes = tuple(classes)
+        self.mean, self.std, self.channels = tuple(mean), tuple(std), len(mean)

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Stream = Literal["split", "order", "augment"]
+Stream = Literal["split", "order", "augment", "erase", "mix"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / golden ratio, SplitMix64's increment
 
@@ -36,6 +36,14 @@ def uniform(
     return (cells >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def generator(seed: int, stream: Stream, epoch: int, sample: int) -> np.random.Generator:
+    """A generator for distributions other than the uniform one, that starts from the number at this
+    address.
+    """
+    number = uniform(seed, stream, epoch, np.array([sample]))[0, 0]
+    return np.random.default_rng(int(number * 2**53))
+
+
 def permutation(seed: int, stream: Stream, epoch: int, size: int) -> NDArray[np.int64]:
     """A random order of `range(size)`."""
     return np.argsort(uniform(seed, stream, epoch, np.arange(size))[:, 0], kind="stable")
@@ -52,8 +60,7 @@ def hold_out(labels: NDArray[np.int64], size: int, seed: int) -> tuple[NDArray[n
     share = np.empty(len(labels))
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
-        share[members[np.argsort(noise[members], kind="stable")]] = (np.arange(len(members)) + 0.5) / len(
-            members
-        )
+        order = members[np.argsort(noise[members], kind="stable")]
+        share[order] = (np.arange(len(members)) + 0.5) / len(members)
     order = np.lexsort((noise, share))
     return np.sort(order[:size]), np.sort(order[size:])

@@ -2,8 +2,8 @@
 
 A run that was killed and resumed must see the batches it would have seen.  `EpochSampler` therefore computes
 the order of an epoch from the seed and the epoch, data sets compute augmentation from the seed, the epoch and
-the sample (see `noise`), and `Loader` begins an epoch at whatever batch it is told, without making those
-before it.
+the sample (see `rng`), and `Loader` begins an epoch at whatever batch it is told, without making those before
+it.
 
 Under a Lightning trainer nothing has to be done for it.  Lightning restores its own count of finished
 batches, continues `batch_idx` from there, but iterates a plain DataLoader from its beginning; and it calls
@@ -14,11 +14,13 @@ written in the middle of a step, whose batch was handed out but not learned from
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -32,11 +34,41 @@ class Key(NamedTuple):
     samples: NDArray[np.int64]
 
 
+class Batch(NamedTuple):
+    """Images with their labels or names; uint8 as a data set gives them, normalised once they are augmented.
+
+    What went wrong travels with the batch, to be handled in the main process: an exception that leaves a
+    worker arrives wrapped in a page of traceback.
+    """
+
+    images: Tensor
+    targets: Tensor | list[str]
+    key: Key  # its samples are those of the images
+    failures: list[str]
+
+
+class BatchSet(Dataset[Batch]):
+    """A data set that is indexed by `Key`, and whose batches `augment` makes ready for a network."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, key: Key) -> Batch:
+        raise NotImplementedError
+
+    def augment(self, batch: Batch, device: torch.device) -> Batch:
+        raise NotImplementedError
+
+    def names(self, samples: NDArray[np.int64]) -> list[Any]:
+        """What a message calls these samples."""
+        return samples.tolist()
+
+
 class EpochSampler(Sampler[Key]):
     """The batches of one rank in one epoch, as keys, from batch number `start` on.
 
-    Shuffled (training), all ranks have the same number of samples: what is left over after an equal division,
-    fewer than `world_size` samples and others in each epoch, is not used.  In order (evaluation), every
+    Shuffled (training), all ranks have the same number of samples: the remainder of an equal division, fewer
+    than `world_size` samples and different ones in each epoch, is not used.  In order (evaluation), every
     sample is used exactly once, and the shares are cut so that all ranks still have the same number of
     batches.
     """
@@ -45,7 +77,7 @@ class EpochSampler(Sampler[Key]):
         self, size: int, *, batch_size: int, shuffle: bool, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
         if size < world_size:
-            raise ValueError(f"{size} pictures cannot be shared by {world_size} processes; use fewer")
+            raise ValueError(f"{size} images cannot be shared by {world_size} processes; use fewer")
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
@@ -75,39 +107,54 @@ class EpochSampler(Sampler[Key]):
             yield Key(self.epoch, samples)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
+def _images_and_targets(batch: Batch) -> tuple[Tensor, Tensor | list[str]]:
+    return batch.images, batch.targets
+
+
 class Loader:
-    """Batches of a data set that is indexed by `Key`, made here or in workers.
+    """Batches of a `BatchSet`, read here or in workers, and augmented where they are used.
+
+    For the CPU, workers augment what they have read; for another device, workers read uint8 images, which are
+    moved to it and augmented there.  The batches are the same, to the bit on a CPU.
 
     It owns a DataLoader instead of being one: Lightning takes DataLoaders apart, to inject samplers that know
-    nothing of keys.  `position` tells, when the first batch of an epoch is asked for, how many batches to
-    leave out; `receive` sees each batch in the main process, and drops it by returning None.
+    nothing of keys.
+
+    Args:
+        device: where the batches are made.
+        position: tells, when the first batch of an epoch is asked for, how many batches to leave out.
+        receive: makes of each batch, in the main process, what is handed out; None drops the batch.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: BatchSet,
         sampler: EpochSampler,
         *,
+        device: torch.device | str = "cpu",
         num_workers: int = 0,
         position: Callable[[], int] | None = None,
-        receive: Callable[[Any], Any] | None = None,
+        receive: Callable[[Batch], Any] = _images_and_targets,
     ) -> None:
         self.sampler = sampler  # under this name, as Lightning calls its set_epoch
         self.batch_sampler = None  # which Lightning looks for beside it
         self._position = position
         self._receive = receive
-        self._resume_at = 0
+        device = torch.device(device)
+        self._augment: Callable[[Any], Batch] = partial(dataset.augment, device=device)
+        self._in_workers = device.type == "cpu"
+        self._dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
-            pin_memory=torch.cuda.is_available(),
+            collate_fn=self._augment if self._in_workers else _unchanged,
+            pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # its own, as making an iterator draws a number; not the global one
         )
 
@@ -115,32 +162,20 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        start, self._resume_at = self._resume_at, 0
-        self.sampler.start = start or (self._position() if self._position else 0)
+        self.sampler.start = self._position() if self._position else 0
         iterator = iter(self._loader)
         try:
             for batch in iterator:
-                received = self._receive(batch) if self._receive else batch
+                received = self._receive(batch if self._in_workers else self._augment(batch))
                 if received is not None:
                     yield received
         finally:  # left to the garbage collector, workers of an unfinished epoch take ten seconds to end
             if isinstance(iterator, _MultiProcessingDataLoaderIter):
                 iterator._shutdown_workers()
 
-    def resume_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration be that of `epoch`, from batch number `batch` on; the one after it starts at
-        0 again.
-
-        For training loops other than Lightning's, which needs no such call.
-        """
-        self.sampler.set_epoch(epoch)
-        self._resume_at = batch
-
     def samples(self, epoch: int, batch: int) -> list[Any]:
-        """What batch number `batch` of an epoch is made of, as the data set calls it, or else by number."""
-        samples = self.sampler.batches(epoch)[batch]
-        names = getattr(self._loader.dataset, "names", np.ndarray.tolist)
-        return names(samples)
+        """What batch number `batch` of an epoch is made of, as the data set calls it."""
+        return self._dataset.names(self.sampler.batches(epoch)[batch])
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the position is the trainer's.  Lightning takes a loader for resumable if it has this

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ortho_vit.data.picture import SUFFIXES, centre_box, decode, resized
+from ortho_vit.data.augment import normalize
+from ortho_vit.data.decode import SUFFIXES, central_square, decode
 from ortho_vit.experiments.result import Result, new_figure, parse, run_command, save_figure
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
@@ -36,8 +37,7 @@ WEIGHTS, FREE = "ortho_vit_nano.cifar10_within_stiefel_sgd", "ortho_vit_nano.cif
 def picture_of(card: Card, which: str | None) -> Tensor:
     """Pixels (channels, height, width): of a file, of the card's picture of a class, or of its first one."""
     if which is not None and Path(which).suffix.lower() in SUFFIXES:
-        image = decode(Path(which))
-        image = resized(image, card.golden.shape[-1], centre_box(*image.size, 1.0))
+        image = central_square(decode(Path(which)), card.golden.shape[-1], crop_pct=1.0)
         pixels = np.asarray(image.convert("L") if card.golden.shape[1] == 1 else image)
         return torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     names = [card.classes[label] for label in card.golden.labels]
@@ -48,11 +48,6 @@ def picture_of(card: Card, which: str | None) -> Tensor:
             f"no picture of {which!r} on the card of {card.name}; give a file or one of {', '.join(names)}"
         )
     return card.golden.images()[names.index(which) if which else 0]
-
-
-def normalized(pixels: Tensor, card: Card) -> Tensor:
-    mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (card.mean, card.std))
-    return ((pixels / 255 - mean) / std)[None]
 
 
 @torch.no_grad()
@@ -72,7 +67,7 @@ def rollout(attention: Sequence[Tensor]) -> Tensor:
 
 
 def plot_attention(card: Card, model: Any, pixels: Tensor) -> "Figure":
-    probabilities, attention = attend(model, normalized(pixels, card))
+    probabilities, attention = attend(model, normalize(pixels[None], card.mean, card.std))
     side, prefix = model.patch_embed.grid_size[0], model.num_prefix_tokens
     maps = {f"head {i + 1}": A[0] for i, A in enumerate(attention[-1])}
     maps["all blocks"] = rollout(attention)[0]

@@ -205,7 +205,8 @@ class Classifier(L.LightningModule):
         images, labels = batch
         logits = self._logits(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        self.steps.saw(Seen(batch_idx, loss.detach(), logits.detach(), labels))
+        classes = labels if labels.dim() == 1 else labels.argmax(1)  # probabilities, with mixup or cutmix
+        self.steps.saw(Seen(batch_idx, loss.detach(), logits.detach(), classes))
         self.log("train/loss_step", loss)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)

@@ -577,19 +577,19 @@ DATA = {
     "a batch that runs code": (cifar(hostile_batch, "python folder"), "data_batch_3 is damaged: .*asks for 'posix.mkdir'"),
     "a batch that is a text": (
         cifar(rewritten("data_batch_1", lambda _: b"text"), "python folder"), "data_batch_1 is damaged: it is not a batch"),
-    "no pictures": (lambda folder: lambda: opened(folder / "gone"), "no class folders in .*gone; put the pictures into"),
-    "no classes": (lambda folder: lambda: opened(folder), "no class folders in .*; put the pictures into one for each"),
-    "nothing to predict": (predicts_nothing, "no pictures in .*new; put some there"),
-    "a class without pictures": (trains(emptied), "the class .'cat'. has no pictures to train on; put some"),
+    "no pictures": (lambda folder: lambda: opened(folder / "gone"), "gone does not exist; set data.root"),
+    "no classes": (lambda folder: lambda: opened(folder), "no class folders in .*; put the images into one for each"),
+    "nothing to predict": (predicts_nothing, "no images in .*new; put some there"),
+    "a class without pictures": (trains(emptied), "the class .'cat'. has no images to train on; put some"),
     "one class of pictures": (trains(removed), "has one class only, 'cat'; put a second beside it"),
     "a text among the pictures": (
-        trains(lambda root: (root / "cat/notes.txt").write_text("")), "notes.txt is not a picture; take it out of the fo"),
+        trains(lambda root: (root / "cat/notes.txt").write_text("")), "notes.txt is not an image; mend it or take it out"),
     "a class that training has not": (
         trains(lambda root: [picture(root / part / "0.png") for part in ("train/a", "train/b", "val/c")]),
-        "has the class .*'c'.*, which the training pictures have not"),
+        "has the class .*'c'.*, which the training images do not have"),
     "a truncated picture": (spoilt(lambda old: old[: len(old) // 2]), "cannot read .*cat/1.png: .*; mend it or take it"),
     "an empty picture": (spoilt(b""), "cannot read .*cat/1.png: the file is empty; mend it or take it out"),
-    "a text called picture": (spoilt(b"no picture"), "cannot read .*cat/1.png: not a picture in a known format"),
+    "a text called picture": (spoilt(b"no picture"), "cannot read .*cat/1.png: not an image in a known format"),
     "a picture of 3.6 billion pixels": (spoilt(bomb()), "cannot read .*cat/1.png: too many pixels; mend it or take it"),
     "a picture of real numbers": (trains(float_picture), "cannot read .*cat/1.tiff: floating-point pixels; save it with"),
     "a deviation of zero": (lambda folder: lambda: ImageFolder(std=(1, 0, 1)), r"std must be positive, got \(1, 0, 1\)"),
@@ -821,7 +821,7 @@ def test_a_prediction_leaves_out_what_it_cannot_read_and_counts_it(scenery, spoi
     data = opened(scenery, "predict", predict_root=str(scenery / "new"))
     with pytest.warns(UserWarning, match=r"cannot read .*b\.png: .*; skipped"):
         names = [name for _, batch in data.predict_dataloader() for name in batch]
-    with pytest.warns(UserWarning, match="skipped 1 of 3 pictures"):
+    with pytest.warns(UserWarning, match="skipped 1 of 3 images"):
         data.teardown("predict")
     assert names == ["a.png", "c.png"]
     assert snapshot(scenery) == before

@@ -343,7 +343,7 @@ def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
         ("predict --weights gone.safetensors --pictures .", 2, "gone.safetensors: no such file"),
         ("predict --weights", 2, "--weights needs a value"),
         ("predict --pictures .", 2, "--pictures needs --weights NAME"),
-        ("predict --weights NAME --pictures empty", 1, "no pictures in"),
+        ("predict --weights NAME --pictures empty", 1, "empty does not exist"),
         ("predict --weights NAME --picture .", 2, "write --weights and --pictures out"),
         ("test --weights NAME --pictures .", 2, "--pictures is for predict"),
         ("fit --weights NAME", 2, "fit starts from weights with --model.weights"),

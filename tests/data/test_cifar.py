@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ortho_vit.data import CIFAR10, CIFAR100, cifar
-from ortho_vit.data.cifar_pickle import read_pickle
+from ortho_vit.data.cifar import read_pickle
 
 PER_FILE = 8
 DATASETS = [CIFAR10, CIFAR100]
@@ -262,7 +262,7 @@ def test_the_validation_set_is_held_out_of_the_training_set(tmp_path):
     rows = np.concatenate([data.train_set.rows, data.val_set.rows])
     assert len(data.val_set) == 10
     assert sorted(rows.tolist()) == list(range(5 * PER_FILE))
-    assert "val_size must be in [0, 40) for 40 pictures, got 40" in refusal(CIFAR10, tmp_path, val_size=40)
+    assert "val_size must be in [0, 40) for 40 images, got 40" in refusal(CIFAR10, tmp_path, val_size=40)
 
 
 @pytest.mark.parametrize("autoaugment", [False, True])

@@ -1,6 +1,7 @@
 """The data modules under Lightning's trainer: training, evaluation, prediction, and resuming exactly."""
 
 import warnings
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -8,6 +9,7 @@ import torch
 from PIL import Image
 
 from ortho_vit.data import Digits, ImageFolder
+from tests.helpers.small_run import assert_same_bits, make_classifier, make_trainer
 
 pytestmark = [
     # of Lightning with a newer torch
@@ -149,7 +151,40 @@ def test_a_prediction_goes_past_bad_pictures(tmp_path):
     assert [name for batch in batches for name, _ in batch] == ["c.png", "d.png", "e.png", "g.png"]
     messages = [str(warning.message) for warning in caught]
     assert sum("the file is empty; skipped" in message for message in messages) == 3
-    assert "ImageFolder: skipped 3 of 7 pictures" in messages
+    assert "ImageFolder: skipped 3 of 7 images" in messages
+
+
+def mixed_fit(folder, ckpt_path=None, **kwargs):
+    """A run with everything random in its data, through the classifier of the package."""
+    seen = SeenBatches()
+    data = Digits(
+        batch_size=100, limit=300, augment="randaugment", random_erasing=0.5, mixup=0.8, cutmix=1.0, **kwargs
+    )
+    model = make_classifier()
+    make_trainer(folder, seen, every_n_steps=1).fit(model, data, ckpt_path=ckpt_path)
+    return seen, model
+
+
+class SeenBatches(L.Callback):
+    def __init__(self):
+        self.batches, self.checkpoint = [], None
+
+    def on_train_batch_start(self, runner, net, batch, batch_idx):
+        self.batches.append(batch)
+
+    def on_train_batch_end(self, runner, net, *_):
+        if runner.global_step == 2:  # in the middle of an epoch of three batches
+            self.checkpoint = Path(runner.default_root_dir) / "middle.ckpt"
+            runner.save_checkpoint(self.checkpoint)
+
+
+def test_mixed_labels_train_a_classifier_and_resume_to_the_bit(tmp_path):
+    whole, model = mixed_fit(tmp_path / "whole")
+    assert [labels.shape for _, labels in whole.batches] == [(100, 10)] * 6
+    assert 0 <= model.trainer.callback_metrics["train/accuracy"] <= 1
+    rest, resumed = mixed_fit(tmp_path / "resumed", ckpt_path=whole.checkpoint)
+    assert_same_bits(rest.batches, whole.batches[2:])
+    assert_same_bits(resumed.state_dict(), model.state_dict())
 
 
 def two_ranks(folder):

@@ -94,7 +94,7 @@ def test_it_describes_itself():
         ({"num_workers": -1}, "Digits: num_workers must be at least 0, got -1"),
         ({"val_size": -1}, "Digits: val_size must be a count of at least 0 or a share in [0, 1), got -1"),
         ({"val_size": 1.5}, "Digits: val_size must be a count of at least 0 or a share in [0, 1), got 1.5"),
-        ({"val_size": 1438}, "Digits: val_size must be in [0, 1438) for 1438 pictures, got 1438"),
+        ({"val_size": 1438}, "Digits: val_size must be in [0, 1438) for 1438 images, got 1438"),
         ({"limit": 0}, "Digits: limit must be at least 1, or null for all, got 0"),
         ({"seed": -1}, "Digits: seed must be in [0, 2^63), got -1"),
     ],

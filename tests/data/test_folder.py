@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import create_transform
 
 from ortho_vit.data import ImageFolder
-from ortho_vit.data.picture import centre_box, decode, random_box, resized
+from ortho_vit.data.decode import decode, random_box
 
 RNG = np.random.default_rng(0)
 
@@ -91,23 +92,26 @@ def test_batches_are_the_same_with_and_without_workers(tmp_path, autoaugment):
     runs = []
     for workers in (0, 2):
         loader = opened(tmp_path, val_size=0, num_workers=workers, autoaugment=autoaugment).train_dataloader()
-        loader.resume_at(epoch=2, batch=1)
+        loader.sampler.set_epoch(2)
         runs.append(list(loader))
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
-    assert len(runs[0]) == 2
+    assert len(runs[0]) == 3
 
 
-def test_evaluation_looks_at_the_centre_as_resize_and_crop_do():
-    ramp = np.linspace(0, 255, 512)[:, None, None] * np.ones((1, 256, 3))
-    image = Image.fromarray(ramp.astype(np.uint8))
-    ours = np.asarray(resized(image, 224, centre_box(*image.size)))
-    theirs = np.asarray(image.resize((256, 512), Image.Resampling.BICUBIC).crop((16, 144, 240, 368)))
-    assert np.array_equal(ours, theirs)
-    smaller = np.asarray(resized(image, 112, centre_box(*image.size))).astype(int)
-    theirs = np.asarray(image.resize((128, 256), Image.Resampling.BICUBIC).crop((8, 72, 120, 184)))
-    assert abs(smaller - theirs).max() <= 1  # Pillow rounds the columns before it goes on to the rows
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
+@pytest.mark.parametrize("size", [(500, 333), (333, 500), (257, 311), (40, 37), (224, 224), (1000, 61)])
+def test_evaluation_sees_what_timms_transform_gives(tmp_path, size, crop_pct):
+    for label in ("a", "b"):
+        picture(tmp_path / label / "0.png", size=size)
+    data = opened(tmp_path, val_size=1, image_size=64, crop_pct=crop_pct)
+    ((images, _),) = data.val_dataloader()
+    kwargs = {"input_size": (3, 64, 64), "crop_pct": data.crop_pct, "interpolation": "bicubic"}
+    theirs = create_transform(**kwargs, mean=data.mean, std=data.std)
+    (path,) = data.val_set.paths
+    with Image.open(path) as image:
+        assert torch.equal(images[0], theirs(image))
 
 
 def test_random_boxes_lie_within_the_picture_and_have_the_usual_areas():
@@ -189,8 +193,11 @@ def spoil(path, kind):
 def test_a_bad_picture_stops_training_with_its_name(tmp_path, kind, num_workers):
     folder(tmp_path)
     bad = spoil(tmp_path / "cat" / "3.png", kind)
-    data = opened(tmp_path, val_size=0, num_workers=num_workers)
-    assert f"cannot read {bad}: " in one_line(ValueError, lambda: list(data.train_dataloader()))
+
+    def epoch():
+        return list(opened(tmp_path, val_size=0, num_workers=num_workers).train_dataloader())
+
+    assert f"cannot read {bad}: " in one_line(ValueError, epoch)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -206,7 +213,7 @@ def test_bad_pictures_are_left_out_of_a_prediction_and_counted(tmp_path, num_wor
     assert all(len(images) for images, _ in batches)
     assert len(caught) == len(data.skipped) == 6
     assert all(any(str(path) in reason for reason in data.skipped) for path in bad)
-    with pytest.warns(UserWarning, match="skipped 6 of 12 pictures"):
+    with pytest.warns(UserWarning, match="skipped 6 of 12 images"):
         data.teardown("predict")
 
 
@@ -231,18 +238,164 @@ def test_what_is_not_a_file_is_not_opened(tmp_path):
     assert names == ["a.png"]
 
 
-@pytest.mark.parametrize("stage", ["fit", "predict"])
-def test_missing_pictures_are_answered_with_where_to_put_them(tmp_path, stage):
+def test_missing_images_are_answered_with_where_to_put_them(tmp_path):
     (tmp_path / "empty").mkdir()
-    for name in ("nowhere", "empty"):
-        message = one_line(FileNotFoundError, lambda name=name: opened(tmp_path / name, stage))
-        missing = "class folders" if stage == "fit" else "pictures"
-        assert f"no {missing} in {tmp_path / name}; put" in message
+    empty, nowhere = tmp_path / "empty", tmp_path / "nowhere"
+    message = one_line(FileNotFoundError, lambda: opened(empty))
+    assert f"no class folders in {empty}; put the images into one for each class" in message
+    message = one_line(FileNotFoundError, lambda: opened(empty, "predict", predict_root=str(empty)))
+    assert f"no images in {empty}; put some there" in message
+    for kwargs in ({}, {"stage": "predict"}, {"stage": "predict", "predict_root": str(nowhere)}):
+        assert f"{nowhere} does not exist; set" in one_line(
+            FileNotFoundError, lambda k=kwargs: opened(nowhere, **k)
+        )
 
 
-def test_a_test_folder_without_a_train_folder_is_refused(tmp_path):
-    folder(tmp_path, parts=("test",))
-    assert "no folder train" in one_line(ValueError, lambda: opened(tmp_path))
+def test_training_images_are_predicted_only_when_asked_for(tmp_path):
+    folder(tmp_path)
+    message = one_line(ValueError, lambda: opened(tmp_path, "predict"))
+    assert "has no folder test" in message
+    assert "data.predict_root" in message
+    ((_, names), *_) = opened(tmp_path, "predict", predict_root=str(tmp_path)).predict_dataloader()
+    assert names[0] == "cat/0.png"
+
+
+# ------------------------------------------------------------------------------------------- which folders are what
+
+
+@pytest.mark.parametrize(
+    "names", [("Train", "Val", "Test"), ("TRAIN", "valid", "testing"), ("training", "Validation", "TEST")]
+)
+def test_the_usual_names_of_parts_are_recognised_in_any_case(tmp_path, names):
+    data = opened(folder(tmp_path, parts=names, count=2))
+    assert data.classes == ("cat", "dog")
+    for name, chosen in zip(names, (data.train_set, data.val_set, data.test_set), strict=True):
+        assert len(chosen) == 4
+        assert all(path.is_relative_to(tmp_path / name) for path in chosen.paths)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (("test",), "has the folder test, but no folder train beside it"),
+        (("Val", "Test"), "has the folder Val and Test, but no folder train beside it"),
+        (("train_set", "test_set"), "has the folder 'test_set', which looks like a part of the data set"),
+        (("train", "dev"), "has the folder 'dev', which looks like a part of the data set"),
+        (("train", "test-images"), "has the folder 'test-images', which looks like a part of the data set"),
+        (("train", "val", "valid"), "has val and valid, both for val; keep one of them"),
+        (("Train", "train"), "has Train and train, both for train; keep one of them"),
+    ],
+)
+def test_what_looks_like_a_part_but_is_none_is_refused(tmp_path, parts, message):
+    folder(tmp_path, parts=parts, count=1)
+    assert message in one_line(ValueError, lambda: opened(tmp_path))
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    data = opened(folder(tmp_path, classes=("bus", "ship", "train")), val_size=0)
+    assert data.classes == ("bus", "ship", "train")
+    assert len(data.train_set) == 18
+
+
+def test_what_archives_and_systems_leave_behind_is_no_class(tmp_path):
+    folder(tmp_path)
+    picture(tmp_path / "__MACOSX" / "._0.png")
+    (tmp_path / "cat" / "Thumbs.db").write_bytes(b"x")
+    picture(tmp_path / "dog" / "__MACOSX" / "0.png")
+    data = opened(tmp_path)
+    assert data.classes == ("cat", "dog")
+    assert len(data.train_set) + len(data.val_set) == 12
+    assert len(data.skipped) == 3
+
+
+def test_links_are_counted_where_they_are_skipped(tmp_path):
+    folder(tmp_path / "set")
+    picture(tmp_path / "elsewhere" / "a.png")
+    (tmp_path / "set/cat/gone.png").symlink_to(tmp_path / "gone.png")
+    (tmp_path / "set/dog/more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set/dog/linked.png").symlink_to(tmp_path / "elsewhere/a.png")
+    data = opened(tmp_path / "set", val_size=0)
+    assert len(data.train_set) == 13
+    assert sorted(data.skipped) == [
+        f"{tmp_path}/set/cat/gone.png: a dangling link",
+        f"{tmp_path}/set/dog/more: a link to a folder",
+    ]
+    predicted = opened(tmp_path, "predict", predict_root=str(tmp_path / "set"))
+    assert len(predicted.predict_set) == 13
+    assert "13 images to predict" in predicted.describe()
+    assert "skipped 2: " in predicted.describe()
+
+
+def test_one_line_describes_what_was_found(tmp_path):
+    folder(tmp_path, parts=("train", "test"), count=4)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "train/cat/gone.png").symlink_to(tmp_path / "gone.png")
+    text = opened(tmp_path, val_size=2).describe()
+    assert text == (
+        f"ImageFolder: 2 classes (cat 3, dog 3); 6 training, 2 validation, 8 test; in {tmp_path}; validation held out "
+        f"of training; ignored folders: notes; skipped 1: {tmp_path}/train/cat/gone.png: a dangling link"
+    )
+    flat = opened(folder(tmp_path / "flat"), val_size=2).describe()
+    assert "10 training, 2 validation, test on the validation images" in flat
+
+
+def test_names_that_are_not_utf8_are_read_and_can_be_printed(tmp_path):
+    folder(tmp_path, parts=("train",))
+    odd = os.fsdecode(b"caf\xe9")
+    picture(tmp_path / "train" / odd / "0.png")
+    picture(tmp_path / "test" / "cat" / f"{odd}.png")
+    data = opened(tmp_path, val_size=0)
+    data.describe().encode("utf-8")
+    ((_, names),) = opened(tmp_path, "predict").predict_dataloader()
+    assert names == [f"cat/{odd}.png"]
+
+
+# ----------------------------------------------------------------------------------------------------- bad files
+
+
+def test_all_bad_files_are_listed_at_the_start(tmp_path):
+    folder(tmp_path, count=12)
+    bad = [spoil(tmp_path / "cat" / f"{i}.png", "empty") for i in range(7)]
+    (tmp_path / "dog/notes.txt").write_text("")
+    message = one_line(ValueError, lambda: opened(tmp_path))
+    assert str(bad[0]) in message
+    assert "; and 3 more; mend them or take them out of the folder, or set data.skip_unreadable" in message
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_unreadable_files_are_left_out_on_request_and_counted(tmp_path, num_workers):
+    folder(tmp_path)
+    spoil(tmp_path / "cat/1.png", "text")
+    truncated = tmp_path / "dog/2.png"  # its header is good
+    truncated.write_bytes(truncated.read_bytes()[:-400])
+    (tmp_path / "dog/notes.txt").write_text("")
+    with pytest.warns(
+        UserWarning, match=r"skipped 2 of 13 files: cannot read .*1\.png.*notes\.txt is not an image"
+    ):
+        data = opened(tmp_path, val_size=0, skip_unreadable=True, num_workers=num_workers)
+    assert len(data.train_set) == 11
+    with pytest.warns(UserWarning, match=r"cannot read .*2\.png: .*; skipped"):
+        batches = list(data.train_dataloader())
+    assert sum(len(images) for images, _ in batches) == sum(len(labels) for _, labels in batches) == 10
+
+
+def test_a_share_that_is_no_image_is_refused(tmp_path):
+    folder(tmp_path, count=1)
+    message = one_line(ValueError, lambda: opened(tmp_path, val_size=0.25))
+    assert "val_size=0.25 of 2 images is none; give a count, or 0" in message
+
+
+@pytest.mark.parametrize("value", [0, 7, 255])
+def test_thirty_two_bits_that_hold_eight_keep_them(tmp_path, value):
+    Image.fromarray(np.array([[value, 255]], np.int32)).save(tmp_path / "a.tiff")
+    with Image.open(tmp_path / "a.tiff") as image:
+        assert image.mode == "I"
+    assert np.asarray(decode(tmp_path / "a.tiff"))[0, :, 0].tolist() == [value, 255]
+
+
+def test_more_than_sixteen_bits_are_refused(tmp_path):
+    Image.fromarray(np.array([[0, 70_000]], np.int32)).save(tmp_path / "a.tiff")
+    assert "pixels of 32 bits" in one_line(ValueError, lambda: decode(tmp_path / "a.tiff"))
 
 
 def test_nothing_to_test_on_is_said(tmp_path):

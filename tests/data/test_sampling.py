@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from ortho_vit.data import Digits
-from ortho_vit.data.sampling import EpochSampler, Loader
+from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Loader, _unchanged
 
 
 def batches(loader):
@@ -66,8 +66,8 @@ def test_ranks_together_see_the_batches_of_one_process_with_a_larger_batch():
         assert set(batch) == set(np.concatenate(parts))
 
 
-def test_more_ranks_than_pictures_are_refused():
-    with pytest.raises(ValueError, match="3 pictures cannot be shared by 4 processes"):
+def test_more_ranks_than_images_are_refused():
+    with pytest.raises(ValueError, match="3 images cannot be shared by 4 processes"):
         EpochSampler(3, batch_size=1, shuffle=True, world_size=4)
 
 
@@ -88,25 +88,60 @@ def test_workers_make_the_batches_that_no_workers_make():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_resumed_in_its_middle_has_the_rest_of_its_batches(num_workers):
     whole = batches(train_loader(4))
-    loader = train_loader(num_workers=num_workers)
-    loader.resume_at(epoch=4, batch=3)
+    loader = train_loader(4, num_workers=num_workers)
+    loader._position = lambda: 3  # under a trainer, the batches it has finished
     assert len(loader) == len(whole)
     assert equal(batches(loader), whole[3:])
-    assert equal(batches(loader), whole)
 
 
 def test_batches_left_out_are_not_made():
-    class Counting(torch.utils.data.Dataset):
+    class Counting(BatchSet):
         made = 0
 
         def __getitem__(self, key):
             self.made += 1
-            return key
+            return Batch(torch.zeros(1), torch.zeros(1), key, [])
+
+        def augment(self, batch, device):
+            return batch
 
     dataset = Counting()
-    loader = Loader(dataset, EpochSampler(100, batch_size=10, shuffle=True))
-    loader.resume_at(0, 7)
+    loader = Loader(dataset, EpochSampler(100, batch_size=10, shuffle=True), position=lambda: 7)
     assert len(list(loader)) == dataset.made == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_the_same_wherever_they_are_augmented(num_workers):
+    """For the CPU in the workers; for another device in the main process, where the batch is."""
+    data = Digits(batch_size=100, limit=450, augment="randaugment", random_erasing=0.5, mixup=0.5, cutmix=0.5)
+    data.setup("fit")
+    in_workers, here = (data._loader(data.train_set, train=True, num_workers=num_workers) for _ in range(2))
+    here._in_workers = False
+    here._loader.collate_fn = _unchanged
+    assert equal(batches(in_workers), batches(here))
+    labels = next(iter(here))[1]
+    assert labels.shape == (100, 10)
+
+
+def test_a_batch_for_another_device_is_moved_and_augmented_there():
+    data = Digits(batch_size=100, limit=450, random_erasing=0.5)
+    data.setup("fit")
+    data._device = lambda: torch.device("meta")
+    images, labels = next(iter(data.train_dataloader()))
+    assert (images.device.type, labels.device.type) == ("meta", "meta")
+    assert (images.shape, images.dtype) == ((100, 1, 8, 8), torch.float32)
+
+
+def test_resident_images_are_moved_once_and_need_no_workers():
+    data = Digits(batch_size=100, device_resident=True, num_workers=2)
+    data.setup()
+    data._device = lambda: torch.device("meta")
+    loader = data.train_dataloader()
+    assert data.train_set.images.device.type == "meta"
+    assert data.val_set.images is data.train_set.images
+    assert data.test_set.images.device.type == "meta"
+    assert loader._loader.num_workers == 0
+    assert next(iter(loader))[0].device.type == "meta"
 
 
 def test_nothing_is_decided_before_the_first_batch_is_asked_for():

@@ -505,7 +505,9 @@ def test_the_environment_adds_to_the_weights_of_the_package(folder):
     names = list_models(pretrained=True)
     assert NAME in names
     assert "ortho_vit_digits.digits_within_stiefel_sgd" in names
-    assert find_checkpoint("ortho_vit_digits.digits_within_stiefel_sgd").weights.parent == checkpoints_folder()
+    assert (
+        find_checkpoint("ortho_vit_digits.digits_within_stiefel_sgd").weights.parent == checkpoints_folder()
+    )
 
 
 def test_a_name_a_file_and_a_folder_mean_the_same_everywhere(folder, monkeypatch):
@@ -625,17 +627,16 @@ def test_an_installed_package_is_never_written_to(tmp_path):
 
 def test_weights_are_found_inside_an_installed_package(tmp_path, monkeypatch):
     monkeypatch.delenv("ORTHO_VIT_CHECKPOINTS", raising=False)
-    module = tmp_path / "site-packages/ortho_vit/models/weights.py"
-    module.parent.mkdir(parents=True)
-    monkeypatch.setattr("ortho_vit.models.weights.__file__", str(module))
+    package = tmp_path / "site-packages/ortho_vit"
+    package.mkdir(parents=True)
+    monkeypatch.setattr("ortho_vit.resources.PACKAGE", package)
     monkeypatch.chdir(tmp_path)
     assert checkpoints_folder() == tmp_path / "site-packages/checkpoints"
-    inside = tmp_path / "site-packages/ortho_vit/checkpoints"
-    inside.mkdir()
+    (package / "checkpoints").mkdir()
     save_checkpoint(build(), NAME, folder=tmp_path / "made", **ABOUT)
     for file in (tmp_path / "made").iterdir():
-        (inside / file.name).write_bytes(file.read_bytes())
-    assert checkpoints_folder() == inside
+        (package / "checkpoints" / file.name).write_bytes(file.read_bytes())
+    assert checkpoints_folder() == package / "checkpoints"
     assert list_models(pretrained=True) == [NAME]
     assert export_folder() == Path("checkpoints")
 

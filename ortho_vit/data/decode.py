@@ -1,0 +1,104 @@
+"""One image from a file that may be anything: decoded to RGB and cut to a square, or a ValueError that names
+it.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+CROP_PCT = 0.875  # of the shorter side, in evaluation: 224 of 256, as is usual on ImageNet
+MIN_AREA, MAX_ASPECT = 0.08, 4 / 3  # of a random crop, likewise
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def decode(path: Path) -> Image.Image:
+    """The image in RGB and upright, whatever mode it was stored in."""
+    with _opened(path) as image:
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError where the start of a file shows already that it cannot be decoded; much quicker than
+    `decode`.
+    """
+    with _opened(path) as image:
+        _require_integers(image)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    try:
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")  # about metadata; what matters comes as an error
+            warnings.simplefilter(
+                "error", Image.DecompressionBombWarning
+            )  # 89 million pixels: Pillow's own limit
+            with Image.open(file) as image:
+                yield image
+        return
+    except Image.UnidentifiedImageError:
+        reason = "the file is empty" if not path.stat().st_size else "not an image in a known format"
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        reason = "too many pixels"
+    except FileNotFoundError:
+        reason = "no such file"
+    except Exception as error:  # decoders raise all sorts on damaged input
+        reason = " ".join(str(error).split()) or type(error).__name__
+    raise ValueError(f"cannot read {path}: {reason}")
+
+
+def _require_integers(image: Image.Image) -> None:
+    if image.mode == "F":
+        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    _require_integers(image)
+    if image.mode.startswith("I"):  # more than 8 bits, which `convert` would clip at 255
+        values = np.asarray(image).astype(np.int64)
+        if image.mode == "I" and values.size and (values.min() < 0 or values.max() > 0xFFFF):
+            raise ValueError("pixels of 32 bits; save it with 8 or 16 bits")
+        few = image.mode == "I" and values.max(initial=0) <= 255  # 32 bits that hold levels of 8
+        image = Image.fromarray((values if few else values >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) -> Image.Image:
+    """What evaluation looks at, as timm's transform does it: the shorter side becomes `size / crop_pct`
+    pixels, then the
+    central `size` × `size` is cut out.
+    """
+    width, height = image.size
+    shorter = math.floor(size / crop_pct)
+    if width <= height:
+        width, height = shorter, int(shorter * height / width)
+    else:
+        width, height = int(shorter * width / height), shorter
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    resized = image.resize((width, height), Image.Resampling.BICUBIC)
+    return resized.crop((left, top, left + size, top + size))
+
+
+def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
+    """A random part of 8 % to 100 % of the area and of aspect 3:4 to 4:3, cut where it does not fit; `noise`
+    is `(4,)`.
+    """
+    area = width * height * (MIN_AREA + (1 - MIN_AREA) * noise[0])
+    aspect = MAX_ASPECT ** (2 * noise[1] - 1)
+    w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
+    left, top = noise[2] * (width - w), noise[3] * (height - h)
+    return left, top, min(left + w, width), min(top + h, height)
+
+
+def resized(image: Image.Image, size: int, box: Box) -> Image.Image:
+    """That part of the image as a square of `size` pixels: crop and resize in one resampling."""
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
