@@ -136,9 +136,9 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
     """The nearest orthonormal matrix, (X Xᵀ)^(−1/2) X, to working precision for any X of full rank.
 
-    Near the manifold (every squared singular value within 0.3 of 1) this takes the Gram matrix, a few m × m products and
-    one more to apply the factor.  Farther away the factor comes from a singular value decomposition in float64.  Which of
-    the two is decided by one look at the distances from the host.
+    Near the manifold (‖X Xᵀ − I‖ < 0.3) this is one or two iterations, each of which takes the Gram matrix, an m × m
+    product and one more to apply the factor.  Farther away a singular value decomposition in float64 comes first.  Which
+    of the two is decided by a look at the distances from the host.
 
     `inner_steps` fixes the number of Newton–Schulz iterations instead (the paper's Algorithm 3): the host looks at
     nothing, and the error is whatever that many iterations leave.
@@ -153,12 +153,16 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
         D = gram_deviation(X)
         if inner_steps is not None:
             return torch.baddbmm(X, newton_schulz(D, inner_steps), X).to(dtype).view(shape)
-        far = ~(torch.linalg.matrix_norm(D) < 0.3)
+        far = ~(frobenius(D) < 0.3)
         if far.any():
-            X = polar_svd(X, far)
+            X = polar_svd(X, far.flatten())
             D = gram_deviation(X)
-        R = inverse_sqrt(D, positive=False)
-        return torch.baddbmm(X, R, X).to(dtype).view(shape)
+        distance = frobenius(D)
+        while float(distance.amax()) > SMALL[1]:  # one iteration turns ‖D‖ into 5/16 ‖D‖³
+            X = torch.where(distance > SMALL[1], torch.baddbmm(X, binomial(D, distance), X), X)
+            D = gram_deviation(X)
+            distance = frobenius(D)
+        return torch.baddbmm(X, inverse_sqrt(D), X).to(dtype).view(shape)
 
 
 def gram_deviation(X: Tensor) -> Tensor:
@@ -217,13 +221,18 @@ def autocasts(device: torch.device) -> bool:
 STRIP = 96  # rows computed at a time where half of a product is enough; below two of them it is not worth the calls
 
 
+def is_halved(A: Tensor) -> bool:
+    """Whether half of a symmetric product with A is computed: for few large matrices on a CPU."""
+    return A.shape[-2] >= 2 * STRIP and A.device.type == "cpu" and math.prod(A.shape[:-2]) <= 4
+
+
 def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     """A B, known to be symmetric (or skew: sign = −1): on a CPU only strips of its lower half are computed.
 
     Costs 5/8 of the product at m = 384.  A large batch, as an accelerator, is better served by one call.
     """
     m = A.shape[-2]
-    if m < 2 * STRIP or A.device.type != "cpu" or math.prod(A.shape[:-2]) > 4:
+    if not is_halved(A):
         return torch.bmm(A, B) if A.ndim == 3 else A @ B
     C = A.new_empty((*A.shape[:-1], m))
     for i in range(0, m, STRIP):
@@ -231,6 +240,13 @@ def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
         torch.matmul(A[..., i:j, :], B[..., :, :j], out=C[..., i:j, :j])
         C[..., :i, i:j] = C[..., i:j, :i].mT if sign > 0 else -C[..., i:j, :i].mT
     return C
+
+
+def add_symmetric_(C: Tensor, A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
+    """C + A B, in place, for a product that is symmetric (or skew)."""
+    if is_halved(A):
+        return C.add_(symmetric_matmul(A, B, sign=sign))
+    return C.baddbmm_(A, B)
 
 
 def frobenius(A: Tensor) -> Tensor:
@@ -249,80 +265,57 @@ SMALL = (
     3.6e-3,
 )  # ‖D‖ up to which −D/2, and −D/2 + 3D²/8, are (I + D)^(−1/2) − I with an error of 1.5e-8
 
-# Polynomials t q(t) ≈ (1 + t)^(−1/2) − 1 on |t| ≤ h, with an error of at most 1.5e-8 (the last one 3e-8): degree and h.
-DEGREES = {3: 2.15e-2, 6: 0.152, 9: 0.343}
-REACHES = tuple(DEGREES.values())
-_TABLES: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
+def _fitted(degree: int, end: float) -> list[float]:
+    """Coefficients of q with d q(d) ≈ (1 + d)^(−1/2) − 1 on [0, end].
 
-def prepare(dtype: torch.dtype, device: torch.device) -> None:
-    """Compute what `inverse_sqrt` looks up: where each polynomial ends, and its coefficients, one row per degree.
-
-    q interpolates −1/(s(1 + s)), s = √(1 + t), at the Chebyshev nodes of [−h, h].
+    q interpolates −1/(s(1 + s)), s = √(1 + d), at Chebyshev nodes; for degree 9 and end 1.02 the error is 3.1e-8.
     """
-    if (dtype, device) in _TABLES:
-        return
-    rows = []
-    for degree, h in DEGREES.items():
-        k = torch.arange(degree, dtype=torch.float64, device="cpu")
-        t = ((k + 0.5) * math.pi / degree).cos()
-        s = (1 + h * t).sqrt()
-        q = torch.linalg.solve(torch.vander(t, degree, increasing=True), -1 / (s * (1 + s))) / h**k
-        rows.append(torch.nn.functional.pad(q, (0, max(DEGREES) - degree)))
-    edges = torch.tensor(REACHES[:-1], dtype=dtype, device=device)
-    _TABLES[dtype, device] = edges, torch.stack(rows).to(dtype).to(device)
+    k = torch.arange(degree, dtype=torch.float64, device="cpu")
+    d = end / 2 * (1 + ((k + 0.5) * math.pi / degree).cos())
+    s = (1 + d).sqrt()
+    return torch.linalg.solve(torch.vander(d, degree, increasing=True), -1 / (s * (1 + s))).tolist()
 
 
-def inverse_sqrt(D: Tensor, *, positive: bool = True, host: bool = True) -> Tensor:
-    """(I + D)^(−1/2) − I for symmetric D (B, m, m) with ‖D‖₂ ≤ 1; D ⪰ 0 up to rounding, or ‖D‖₂ ≤ 1/3.
+Q = _fitted(9, 1.02)
+
+
+def inverse_sqrt(D: Tensor, *, host: bool = True) -> Tensor:
+    """(I + D)^(−1/2) − I for symmetric D (B, m, m) with its spectrum in [0, 1], up to rounding.
 
     Only the deviation from I is computed, so its error is relative to the *deviation*: X + R̃X rounds each entry of X
     once, where (I + R̃)X would round it m times.
 
-    A small D, as nearly every training step has it, needs one or two terms of the binomial series.  For a larger one a
-    polynomial follows from the bound ρ of its spectrum.  Which it is depends on each matrix alone.  `host` lets the host
-    look at the largest of the batch, to leave out what no matrix needs; that changes no bit of the result.  float64 adds
-    one Newton–Schulz iteration, which squares the error.
+    A small D, as nearly every training step has it, needs one or two terms of the binomial series, a larger one a
+    polynomial of degree 9: which, depends on each matrix alone.  `host` lets the host look at the largest of the batch, to
+    leave out what no matrix needs; that changes no bit of the result.  float64 adds one Newton–Schulz iteration, which
+    squares the error.
     """
     size = frobenius(D)
     largest = float(size.amax()) if host else math.inf
-    R = D * -0.5
-    if largest > SMALL[0]:
+    if largest <= SMALL[0]:
+        R = D * -0.5
+    elif largest <= SMALL[1]:
+        R = binomial(D, size)
+    else:
         D2 = symmetric_matmul(D, D)
-        R.addcmul_(D2, torch.where(size > SMALL[0], 0.375, 0.0))
-        if largest > SMALL[1]:
-            rho = frobenius(D2).sqrt().clamp(max=1)
-            R = torch.where(size <= SMALL[1], R, _by_polynomial(D, D2, rho, positive, host))
+        D3 = symmetric_matmul(D, D2)
+        high, middle, low = (
+            torch.add(D * Q[i], D2, alpha=Q[i + 1]).add_(D3, alpha=Q[i + 2]) for i in (6, 3, 0)
+        )
+        wide = add_symmetric_(low, D3, add_symmetric_(middle, D3, high))
+        R = torch.where(size > SMALL[1], wide, binomial(D, size, D2))
     return _polished(D, R) if D.dtype == torch.float64 else R
 
 
-def _by_polynomial(D: Tensor, D2: Tensor, rho: Tensor, positive: bool, host: bool) -> Tensor:
-    """(I + D)^(−1/2) − I by a polynomial in T = (1 − x)D − xI, whose spectrum lies in [−x, x], x = ρ/(2 + ρ) ≤ 1/3.
-
-    Where D may be negative, x = 0 and T = D.
-    """
-    x = rho / (2 + rho) if positive else torch.zeros_like(rho)
-    reach, c = x if positive else rho, 1 - x
-    prepare(D.dtype, D.device)
-    edges, rows = _TABLES[D.dtype, D.device]
-    q = rows[torch.bucketize(reach.flatten(), edges)].t()[..., None, None].unbind()
-    needed = float(reach.amax()) if host else math.inf
-    T = D * c
-    T2 = add_to_diagonal((D2 * c.square()).addcmul_(T, x, value=-2), x.square())
-    add_to_diagonal(T, -x)
-    T3 = symmetric_matmul(T, T2)
-    R = (T * q[0]).addcmul_(T2, q[1]).addcmul_(T3, q[2])
-    if needed > REACHES[0]:
-        S = (T * q[3]).addcmul_(T2, q[4]).addcmul_(T3, q[5])
-        if needed > REACHES[1]:
-            S.add_(symmetric_matmul(T3, (T * q[6]).addcmul_(T2, q[7]).addcmul_(T3, q[8])))
-        R.add_(symmetric_matmul(T3, S))
-    root = c.sqrt()
-    return add_to_diagonal(R.mul_(root), -x / (1 + root))
+def binomial(D: Tensor, size: Tensor, D2: Tensor | None = None) -> Tensor:
+    """−D/2 + 3D²/8, without the second term where ‖D‖ = size is so small that it does not count."""
+    D2 = symmetric_matmul(D, D) if D2 is None else D2
+    return (D * -0.5).addcmul_(D2, (size > SMALL[0]) * 0.375)
 
 
 def spectral_bound(D: Tensor) -> Tensor:
-    """ρ = √‖D²‖ for symmetric D, as (B, 1, 1): at least ‖D‖₂, at most m^(1/4) times that."""
+    """√‖D²‖ for symmetric D, as (B, 1, 1): at least ‖D‖₂, at most m^(1/4) times that."""
     return frobenius(symmetric_matmul(D, D)).sqrt()
 
 

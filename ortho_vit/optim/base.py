@@ -26,7 +26,7 @@ from ortho_vit.optim.batching import Batch, as_rows, block_keys
 from ortho_vit.optim.free import FreeRule, Group, Part, State, new_count
 from ortho_vit.optim.sharding import Sharding
 from ortho_vit.parameter import StiefelParameter, cut_blocks, cut_free
-from ortho_vit.stiefel import full_precision, orthogonality_error, polar, prepare, working_dtype
+from ortho_vit.stiefel import full_precision, orthogonality_error, polar, working_dtype
 
 Params = Iterable[Any]
 Layout = tuple[int, int, int]  # blocks and constrained rows of a parameter, and the batch it is stepped in
@@ -353,7 +353,6 @@ class StiefelOptimizer(Optimizer):
         blocks, free = cut_blocks(tensor.detach(), p.blocks, p.rows), cut_free(tensor.detach(), p.rows)
         self._cuts[p] = layout, blocks, free
         X = as_rows(blocks)
-        prepare(X.dtype, X.device)
         if "step" not in state or not self._fits(p, state, group):
             master = {key: state[key] for key in state if key == "master"}
             state.clear()
@@ -362,8 +361,9 @@ class StiefelOptimizer(Optimizer):
             if self.starts_on_manifold and not capturable and orthogonality_error(X) > tolerance:
                 X.copy_(polar(X))
                 p.copy_(tensor)
+        state["step"] = state["step"].to(p.device if capturable else "cpu")  # it may have been loaded
         for key, x in state.items():
-            if isinstance(x, Tensor) and x.ndim and key != "master" and x.dtype != tensor.dtype:
+            if x.ndim and key != "master" and x.dtype != tensor.dtype:
                 state[key] = x.to(tensor.dtype)
         if free is not None:
             self.free_rule.init(Part(free, free, state, "free_"), bool(capturable))
@@ -458,14 +458,14 @@ class StiefelOptimizer(Optimizer):
 
     def _move_finite(self, X: Tensor, G: Tensor, state: State, lr: float | Tensor, group: Group) -> None:
         """Move the blocks whose gradient is finite, without looking at the device: a mask leaves the others as they were."""
-        finite = torch.linalg.vector_norm(G, math.inf, dim=(-2, -1), keepdim=True).isfinite()
+        largest = torch.linalg.vector_norm(G, math.inf, dim=(-2, -1), keepdim=True)
+        finite = largest <= torch.finfo(G.dtype).max
         states = [state[key] for key in block_keys(state)]
-        before = [x.clone() for x in (X, *states)]
-        self.move(X, torch.where(finite, G, 0.0), state, lr, group, None, None)
-        for x, old, keep in zip(
-            (X, *states), before, (finite & (lr != 0), *[finite] * len(states)), strict=True
-        ):
-            x.copy_(torch.where(keep, x, old))
+        before = torch._foreach_clone([X, *states])
+        self.move(X, G, state, lr, group, None, None)
+        for x, old in zip((X, *states), before, strict=True):
+            keep = finite & (lr != 0) if x is X else finite
+            torch.where(keep, x, old, out=x)
 
     def _overflow(self, parameter: Tensor) -> DivergedError:
         return DivergedError(

@@ -76,7 +76,7 @@ class Batch:
     def _joined_state(self) -> State:
         """The states as one; a counter for each block, as those of the parameters may differ."""
         steps = torch.stack([state["step"] for state in self.states]).to(self.blocks[0].device)
-        state = {"step": steps.repeat_interleave(len(self.blocks[0]))[:, None, None]}
+        state = {"step": steps[:, None].expand(-1, len(self.blocks[0])).reshape(-1, 1, 1)}
         return state | {key: joined(self.states, key) for key in block_keys(self.states[0])}
 
     def _scatter_state(self, state: State) -> None:

@@ -80,11 +80,12 @@ def _sgd_by_tensor(
     if weight_decay != 0:
         moves = list(torch._foreach_add(moves, tensors, alpha=weight_decay))
     if momentum != 0:
+        old = [(buffer, move) for buffer, move in zip(buffers, moves, strict=True) if buffer is not None]
+        if old:
+            torch._foreach_mul_([buffer for buffer, _ in old], momentum)
+            torch._foreach_add_([buffer for buffer, _ in old], [move for _, move in old], alpha=1 - dampening)
         for i, buffer in enumerate(buffers):
-            if buffer is None:
-                buffers[i] = moves[i].detach().clone()
-            else:
-                buffer.mul_(momentum).add_(moves[i], alpha=1 - dampening)
+            buffers[i] = moves[i].detach().clone() if buffer is None else buffer
         moves = [buffer for buffer in buffers if buffer is not None]
     torch._foreach_sub_(tensors, torch._foreach_mul(moves, lr))
 
@@ -106,6 +107,9 @@ class AdamRule:
             require("lr", lambda lr: not isinstance(lr, Tensor), "must be a number under foreach")
 
     def init(self, part: Part, capturable: bool) -> None:
+        count = part.state.get(part.prefix + "step")
+        if count is not None and count.is_cpu == capturable and part.tensor.device.type != "cpu":  # loaded
+            part.state[part.prefix + "step"] = count.to(part.tensor.device if capturable else "cpu")
         if part.prefix + "exp_avg" not in part.state:
             part.state[part.prefix + "step"] = new_count(part.tensor, capturable)
             for key in ("exp_avg", "exp_avg_sq"):
@@ -117,31 +121,64 @@ class AdamRule:
         def states(key: str) -> list[Tensor]:
             return [part.state[part.prefix + key] for part in parts]
 
-        # torch takes `capturable` on accelerators only; `differentiable` is the same arithmetic on any device
-        elsewhere = (
-            capturable
-            and not torch.compiler.is_compiling()
-            and parts[0].tensor.device.type in ("cpu", "meta")
-        )
+        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        tensors, grads = [part.tensor for part in parts], [part.grad for part in parts]
+        moments = states("exp_avg"), states("exp_avg_sq")
+        refused = tensors[0].device.type in ("cpu", "meta") and not torch.compiler.is_compiling()
+        if capturable and refused:
+            _adam_by_tensors(tensors, grads, *moments, states("step"), **options, decoupled=self.decoupled)
+            return
         adam(
-            [part.tensor for part in parts],
-            [part.grad for part in parts],
-            states("exp_avg"),
-            states("exp_avg_sq"),
+            tensors,
+            grads,
+            *moments,
             [],
             states("step"),
-            foreach=False if elsewhere else group["foreach"],
-            capturable=capturable and not elsewhere,
-            differentiable=elsewhere,
+            foreach=group["foreach"],
+            capturable=capturable,
             amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
             decoupled_weight_decay=self.decoupled,
+            **options,
         )
+
+
+def _adam_by_tensors(
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    decoupled: bool,
+) -> None:
+    """torch's capturable Adam where torch refuses to be `capturable`, on a CPU: there it shows that nothing is read."""
+    torch._foreach_add_(steps, 1)
+    moves = list(torch._foreach_neg(grads)) if maximize else list(grads)
+    if weight_decay != 0 and decoupled:
+        torch._foreach_mul_(tensors, 1 - lr * weight_decay)
+    elif weight_decay != 0:
+        moves = list(torch._foreach_add(moves, tensors, alpha=weight_decay))
+    torch._foreach_lerp_(first, moves, 1 - beta1)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, moves, moves, 1 - beta2)
+    c1, c2 = (list(torch._foreach_pow(beta, steps)) for beta in (beta1, beta2))
+    torch._foreach_sub_(c1, 1)  # −(1 − β₁ᵗ)
+    torch._foreach_div_(c1, lr)
+    torch._foreach_sub_(c2, 1)
+    torch._foreach_neg_(c2)
+    torch._foreach_sqrt_(c2)
+    scale = list(torch._foreach_sqrt(second))
+    torch._foreach_div_(scale, c2)
+    torch._foreach_add_(scale, eps)
+    torch._foreach_mul_(scale, c1)
+    torch._foreach_addcdiv_(tensors, first, scale)
 
 
 def new_count(tensor: Tensor, capturable: bool) -> Tensor:

@@ -8,17 +8,18 @@ Blocks are rows, X (B, m, n) with m < n; notation as in `ortho_vit.stiefel`.  η
 κ = 1 − dampening, a the metric's parameter; a tilde marks a deviation from I, which is how small factors are kept; ‖·‖
 is the Frobenius norm of a block.  One step of StiefelSGD:
 
-    limit     λ(A) = min(η, 64/‖A‖)                                            exactly η in every ordinary step
+    limits    λ(G) = min(η, 64/max|G|) ;   τ(A) = min(η, ρ(A Aᵀ)^(−½)) ,  ρ(S) = √‖S²‖        η in every ordinary step
     kick      H = μU − κ(λ(G)/η)G ;   K = X Hᵀ ;   Z ← μZ + (K − Kᵀ)/(2(1−a)) ;   V = H − KᵀX
-    turn      W = λ(Z)Z ;   M = W Wᵀ ;   s² = min(1, 1/ρ(M)) ;   W, M ← sW, s²M ;   R = (I + M)^(−½) ;   Ẽ = W + R̃ + W R̃
-    carry     F = λ(V)V ;   s² = min(1, 1/ρ(F Fᵀ)) ;   Y = X + ẼᵀX + sF
+    turn      W = τ(Z)Z ;   R = (I + W Wᵀ)^(−½) ;   Ẽ = W + R̃ + W R̃
+    carry     Y = X + ẼᵀX + τ(V)V
     retract   D = Y Yᵀ − I ;   R = (I + D)^(−½) ;   X ← Y + R̃Y
     bring     U ← R⁻¹V ,   R⁻¹ − I = R̃ + D + D R̃
 
 V is U½ of Algorithm 1: gradient and old momentum, projected at this X in one product.  The new U has a part along the
 new X, ηS X with S = V Vᵀ; it is symmetric, so it does not reach K − Kᵀ, and the next kick projects it out.  Without it
 U is the U⁺ of the isometric integrator, whose U Uᵀ is that of V (`ortho_vit.optim.reference` has the step in the paper's
-notation).  ρ(A) = √‖A²‖ bounds the spectral norm, so neither half of a step turns a direction by more than 45°.
+notation).  ρ bounds the spectral norm, so neither half of a step turns a direction by more than 45°; being up to m^(1/4)
+times too large, it may act from about 25° on at m = 384 when all directions move alike.
 
 StiefelAdam brings U to the new X at the beginning of the next step, by projecting and rescaling it, because its second
 moment makes the direction of the step another one than U's.  Square blocks (m = n; the transpose of what is stored) have
@@ -32,12 +33,14 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, StiefelOptimizer, hyper_parameters, is_count
 from ortho_vit.optim.batching import State
 from ortho_vit.optim.free import ADAM, ADAMW, SGD
 from ortho_vit.stiefel import (
+    add_symmetric_,
     add_to_diagonal,
     frobenius,
     identity,
@@ -53,7 +56,7 @@ Integrator = Literal["isometric", "paper"]
 Rate = float | Tensor
 
 METRICS = {"canonical": 0.5, "euclidean": 0.0}
-REACH = 64.0  # the longest η‖A‖ that is told apart from longer ones
+REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
 FAR = (
     1.05  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 1
 )
@@ -77,29 +80,27 @@ class Flow(NamedTuple):
 
 
 def kick_of(G: Tensor, lr: Rate, weight: float, norm: float | None) -> Tensor:
-    """weight·λ(G)/η for each block, (B, 1, 1): the weight in an ordinary step, 0 where η = 0; right for every finite G."""
+    """weight·λ(G)/η for each block, (B, 1, 1): the weight in an ordinary step, 0 where η = 0."""
     if isinstance(lr, float | int) and (lr == 0 or (norm is not None and lr * norm <= REACH)):
         return G.new_full((len(G), 1, 1), weight if lr else 0.0)
-    top = torch.linalg.vector_norm(G, math.inf, dim=(-2, -1), keepdim=True).clamp(min=1e-37)
-    kick = (REACH / frobenius(G / top) / lr / top).clamp(max=1)  # divided first, so that no square overflows
-    return torch.where(lr > 0, kick, 0.0) * weight if isinstance(lr, Tensor) else kick * weight
+    kick = (largest(G) * lr).reciprocal_().mul_(REACH).clamp_(max=1).mul_(weight)
+    return kick * (lr > 0) if isinstance(lr, Tensor) else kick
 
 
-def limit(size: Tensor, lr: Rate) -> Tensor:
-    """λ(A) for ‖A‖ = size."""
-    reach = REACH / size
-    return torch.minimum(reach, lr.to(reach)) if isinstance(lr, Tensor) else reach.clamp(max=lr)
+def largest(A: Tensor) -> Tensor:
+    """The largest |entry| of each block, (B, 1, 1)."""
+    return torch.linalg.vector_norm(A, math.inf, dim=(-2, -1), keepdim=True)
 
 
-def rotation(Z: Tensor, lr: Rate, host: bool) -> Tensor:
-    """W = sλ(Z)Z, skew and with ‖W‖₂ ≤ 1: what X is turned by within its span."""
-    size = frobenius(Z)
-    if host and lr * float(size.amax()) <= 1:
-        return Z * lr
-    rate = limit(size, lr)
-    W = Z * rate
-    s = spectral_bound(symmetric_matmul(W, W.mT)).reciprocal().clamp(max=1).sqrt()
-    return W * torch.where(rate * size <= 1, 1.0, s)
+def rate_of(A: Tensor, lr: Rate, host: bool) -> Tensor:
+    """min(η, 1/σ) for each block, (B, 1, 1), with σ² = ρ(A Aᵀ) ≥ ‖A‖₂²: along it, A turns nothing by more than 45°."""
+    size = frobenius(A)
+    if host and lr * float(size.amax()) <= 1:  # then ησ ≤ 1
+        return A.new_full((len(A), 1, 1), lr)
+    A = A / size.clamp(min=1e-37)  # so that no fourth power overflows
+    sigma = spectral_bound(symmetric_matmul(A, A.mT)).sqrt_().mul_(size)
+    reach = sigma.mul_(1 - 1e-5).reciprocal_()  # rounding must not limit an ordinary step
+    return torch.minimum(reach, lr.to(reach)) if isinstance(lr, Tensor) else reach.clamp_(max=lr)
 
 
 def turn(W: Tensor, expm: Expm, host: bool) -> Tensor:
@@ -109,18 +110,7 @@ def turn(W: Tensor, expm: Expm, host: bool) -> Tensor:
     if expm == "cayley":
         return torch.linalg.solve_ex(identity(W) - W / 2, W)[0]
     R = inverse_sqrt(symmetric_matmul(W, W.mT), host=host)
-    return symmetric_matmul(W, R, sign=-1).add_(W).add_(R)
-
-
-def carry_rate(V: Tensor, lr: Rate, host: bool) -> Tensor:
-    """sλ(V), (B, 1, 1): what V is multiplied by to carry X."""
-    size = frobenius(V)
-    if host and lr * float(size.amax()) <= 1:
-        return V.new_full((len(V), 1, 1), lr)
-    rate = limit(size, lr)
-    F = V * rate
-    s = spectral_bound(symmetric_matmul(F, F.mT)).reciprocal().clamp(max=1).sqrt()
-    return rate * torch.where(rate * size <= 1, 1.0, s)
+    return add_symmetric_(W + R, W, R, sign=-1)  # the product is skew, as R̃ is a polynomial in W²
 
 
 def retract(X: Tensor, Y: Tensor, host: bool) -> tuple[Tensor, Tensor]:
@@ -131,8 +121,7 @@ def retract(X: Tensor, Y: Tensor, host: bool) -> tuple[Tensor, Tensor]:
     """
     D = add_to_diagonal(symmetric_matmul(Y, Y.mT), -1.0)
     if not (host and float(frobenius(D).amax()) <= FAR):
-        rho = spectral_bound(D)
-        k2 = torch.where(rho > FAR, 1 / (1 + rho), 1.0)
+        k2 = F.threshold(spectral_bound(D), FAR, 0.0).add_(1).reciprocal_()  # 1 where ρ ≤ FAR, else 1/(1 + ρ)
         Y.mul_(k2.sqrt())
         add_to_diagonal(D.mul_(k2), k2 - 1)
     R = inverse_sqrt(D, host=host)
@@ -147,14 +136,14 @@ def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -
     """
     if flow.a != 0.5:
         U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)
-        E = turn((2 * flow.a - 1) * rotation(Z, lr, host), "cayley", host)
+        E = turn((2 * flow.a - 1) * (Z * rate_of(Z, lr, host)), "cayley", host)
         U.add_(torch.bmm(E.mT, U))
     return U
 
 
 def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -> None:
     """Algorithms 4 and 5: X ← polar(EᵀX), where the retraction itself makes E = polar(I + W) of I + W."""
-    W = rotation(Z, lr, host)
+    W = Z * rate_of(Z, lr, host)
     E = W if flow.expm == "euler" else turn(W, flow.expm, host)
     retract(X, torch.baddbmm(X, E.mT, X), host)
 
@@ -185,10 +174,10 @@ def sgd_step(
     K = torch.bmm(X, H.mT)
     Z.mul_(momentum).add_(K - K.mT, alpha=flow.half)
     V = H.baddbmm_(K.mT, X, alpha=-1)
-    E = turn(rotation(Z, lr, host), flow.expm, host)
-    Y = torch.baddbmm(X, E.mT, X, out=scratch).addcmul_(V, carry_rate(V, lr, host))
+    E = turn(Z * rate_of(Z, lr, host), flow.expm, host)
+    Y = torch.baddbmm(X, E.mT, X, out=scratch).addcmul_(V, rate_of(V, lr, host))
     D, R = retract(X, Y, host)
-    V.add_(torch.bmm(symmetric_matmul(D, R).add_(R).add_(D), V, out=Y))
+    V.add_(torch.bmm(add_symmetric_(R + D, D, R), V, out=Y))
     return None
 
 
@@ -207,7 +196,7 @@ def adam_step(
     """Algorithm 2 in the same manner; `state["step"]` counts this step.  `scratch` may be G."""
     Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
     host, (beta1, beta2) = norm is not None, betas
-    c1, c2 = (bias_correction(beta, state["step"], X) for beta in betas)
+    c1, c2 = bias_corrections(betas, state["step"], X.dtype)
     slope, floor = c1 / c2.sqrt(), c1 * eps
 
     def rescaled(momentum: Tensor, second: Tensor, out: Tensor | None = None) -> Tensor:
@@ -215,10 +204,9 @@ def adam_step(
         return torch.div(momentum, scale, out=scale)
 
     if norm is None or not norm <= 1e15:  # so that it can be squared
-        top = torch.linalg.vector_norm(G, math.inf, dim=(-2, -1), keepdim=True)
-        G = G * (1e15 / top).clamp(max=1)
+        G = G * largest(G).reciprocal_().mul_(1e15).clamp_(max=1)
     K = torch.bmm(X, G.mT)
-    f = (K - K.mT).mul_(flow.half)
+    f = K - K.mT if flow.half == 1 else (K - K.mT) * flow.half
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
     if U is None or q is None:
         Z.mul_(beta1).sub_(f, alpha=1 - beta1)
@@ -229,8 +217,9 @@ def adam_step(
     g = torch.baddbmm(G, K.mT, X, alpha=-1, out=scratch)
     q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     V = rescaled(U.sub_(g, alpha=1 - beta1), q, out=g)
-    E, rate = turn(rotation(rescaled(Z, p), lr, host), flow.expm, host), carry_rate(V, lr, host)
-    E = E.mT - torch.bmm(V, X.mT) * rate  # V is projected at X in the same product
+    Z_hat = rescaled(Z, p)
+    E, rate = turn(Z_hat * rate_of(Z_hat, lr, host), flow.expm, host), rate_of(V, lr, host)
+    E = torch.addcmul(E.mT, torch.bmm(V, X.mT), rate, value=-1)  # V is projected at X in the same product
     retract(X, torch.baddbmm(X, E, X).addcmul_(V, rate), host)
     return None
 
@@ -243,12 +232,16 @@ def brought_(U: Tensor, X: Tensor) -> Tensor:
     before = frobenius(U)
     U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)
     after = frobenius(U)
-    return U.mul_(torch.where(after > 0, before / after, 1.0).clamp(max=1.5))
+    return U.mul_((before / after.clamp(min=1e-37)).clamp_(max=1.5))
 
 
-def bias_correction(beta: float, step: Tensor, X: Tensor) -> Tensor:
-    """1 − βᵗ, accurate in float32 too, where t is a tensor that the host need not read."""
-    return -torch.expm1(step.to(X.dtype) * (math.log(beta) if beta else -math.inf))
+def bias_corrections(betas: tuple[float, float], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """1 − βᵗ for both β, accurate in float32 too, where t is a tensor that the host need not read."""
+    t = step.to(dtype)
+    c = torch._foreach_mul([t, t], [math.log(beta) if beta else -math.inf for beta in betas])
+    torch._foreach_expm1_(c)
+    torch._foreach_neg_(c)
+    return c
 
 
 # ------------------------------------------------------------------------------------------- the algorithms as printed
@@ -279,7 +272,7 @@ def printed_adam_step(
     """Algorithm 2 (for square blocks 5) as printed, with torch's bias corrections."""
     Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
     beta1, beta2 = betas
-    c1, c2 = (bias_correction(beta, state["step"], X) for beta in betas)
+    c1, c2 = bias_corrections(betas, state["step"], X.dtype)
     K = torch.bmm(X, G.mT)
     f = (K - K.mT) * flow.half
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)

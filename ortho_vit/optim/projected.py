@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters, is_count
 from ortho_vit.optim.free import ADAM, SGD
-from ortho_vit.optim.momentum import bias_correction
+from ortho_vit.optim.momentum import bias_corrections
 from ortho_vit.stiefel import identity, qr
 
 
@@ -152,7 +152,7 @@ class ProjectedStiefelAdam(StiefelOptimizer):
 
     def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
         beta1, beta2 = group["betas"]
-        c1, c2 = (bias_correction(beta, state["step"], X) for beta in (beta1, beta2))
+        c1, c2 = bias_corrections((beta1, beta2), state["step"], X.dtype)
         m = state["m"].mul_(beta1).add_(G, alpha=1 - beta1)
         v = state["v"].mul_(beta2).add_(torch.linalg.matrix_norm(G, keepdim=True) ** 2, alpha=1 - beta2)
         scale = (v / c2 + group["eps"]).sqrt()

@@ -14,7 +14,7 @@ the sub-step along U conserves UᵀU, as the exact flow does, and neither half o
 import torch
 from torch import Tensor
 
-REACH = 64.0  # the longest η‖A‖ that is told apart from longer ones
+REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
 
 
 def eye(n: int) -> Tensor:
@@ -35,15 +35,20 @@ def cayley(M: Tensor) -> Tensor:
     return torch.linalg.solve(eye(len(M)) - M / 2, eye(len(M)) + M / 2)
 
 
+def limited(G: Tensor, lr: float) -> Tensor:
+    """(λ(G)/η)G: the gradient, shortened where lr·max|G| is beyond reach; none of it where lr = 0."""
+    top = lr * float(G.abs().max())
+    return G * (min(1.0, REACH / top) if top else float(lr > 0))
+
+
 def rate(A: Tensor, lr: float) -> float:
-    """λ(A): the learning rate, or less where lr‖A‖ is beyond reach."""
-    return min(lr, REACH / float(A.norm())) if A.any() else lr
-
-
-def shortened(A: Tensor) -> float:
-    """s ≤ 1 such that sA turns no direction by more than 45°, with √‖(AᵀA)²‖ as the bound of ‖A‖₂²."""
-    bound = float(torch.linalg.matrix_norm(A.T @ A @ A.T @ A)) ** 0.5
-    return 1.0 if A.norm() <= 1 else min(1.0, bound**-0.5)
+    """τ(A): the learning rate, or less, so that A turns no direction by more than 45°.  √‖(AᵀA)²‖ bounds ‖A‖₂²."""
+    size = float(A.norm())
+    if lr * size <= 1:
+        return lr
+    N = A / size
+    sigma = size * float(torch.linalg.matrix_norm(N.T @ N @ N.T @ N)) ** 0.25
+    return min(lr, 1 / (sigma * (1 - 1e-5)))
 
 
 def exponential(W: Tensor, expm: str, integrator: str) -> Tensor:
@@ -74,20 +79,20 @@ class StiefelSGD:
     def step(self, X: Tensor, G: Tensor) -> Tensor:
         lr, mu, a = self.lr, self.mu, self.a
         if self.integrator == "isometric":
-            G = G * (rate(G, lr) / lr if lr else 0.0)
+            G = limited(G, lr)
         f, g = gradient_parts(X, G, a)
         if self.integrator == "paper":
             U = mu * self.U - (3 * a - 2) / 2 * lr * self.U @ self.Z - self.kappa * g
         else:
-            U = mu * self.U @ cayley((2 * a - 1) * rotation(self.Z, lr)) - self.kappa * g
+            U = mu * self.U @ cayley((2 * a - 1) * rate(self.Z, lr) * self.Z) - self.kappa * g
         self.Z = mu * self.Z - self.kappa * f
         if self.integrator == "paper":
             X_half = X @ exponential(lr * self.Z, self.expm, "paper")
             X_dagger = X_half + lr * U @ (X_half.T @ X_half)
             self.U = U - lr * X_half @ (U.T @ U)
             return X_dagger @ inverse_sqrt(X_dagger.T @ X_dagger)
-        X_half = X @ exponential(rotation(self.Z, lr), self.expm, "isometric")
-        t = rate(U, lr) * shortened(rate(U, lr) * U)
+        X_half = X @ exponential(rate(self.Z, lr) * self.Z, self.expm, "isometric")
+        t = rate(U, lr)
         X_dagger = X_half + t * U
         R = inverse_sqrt(X_dagger.T @ X_dagger)
         self.U = (U - t * X_half @ (U.T @ U)) @ R
@@ -125,7 +130,7 @@ class StiefelAdam:
         if self.integrator == "paper":
             U = beta1 * self.U - (3 * a - 2) / 2 * lr * self.U @ self.Z - (1 - beta1) * g
         else:
-            U = beta1 * self.U @ cayley((2 * a - 1) * rotation(self.Z, lr)) - (1 - beta1) * g
+            U = beta1 * self.U @ cayley((2 * a - 1) * rate(self.Z, lr) * self.Z) - (1 - beta1) * g
         self.Z = beta1 * self.Z - (1 - beta1) * f
         Z_hat = self.Z / ((self.p / c2).sqrt() + self.eps) / c1
         U_hat = U / ((self.q / c2).sqrt() + self.eps) / c1
@@ -136,8 +141,8 @@ class StiefelAdam:
             X_dagger = X_half + lr * U_tilde @ N
             self.U = U - lr * X_half @ (U_tilde.T @ U)
             return X_dagger @ inverse_sqrt(X_dagger.T @ X_dagger)
-        X_half = X @ exponential(rotation(Z_hat, lr), self.expm, "isometric")
-        t = rate(U_hat, lr) * shortened(rate(U_hat, lr) * U_hat)
+        X_half = X @ exponential(rate(Z_hat, lr) * Z_hat, self.expm, "isometric")
+        t = rate(U_hat, lr)
         X_dagger = X_half + t * (U_hat - X_half @ (X_half.T @ U_hat))
         X = X_dagger @ inverse_sqrt(X_dagger.T @ X_dagger) if lr else X
         brought = U - X @ (X.T @ U)
@@ -151,9 +156,3 @@ def gradient_parts(X: Tensor, G: Tensor, a: float) -> tuple[Tensor, Tensor]:
     f = (1 - b) / 2 * (X.T @ G - G.T @ X)
     g = G - X @ (X.T @ G) if X.shape[0] > X.shape[1] else torch.zeros_like(G)
     return f, g
-
-
-def rotation(Z: Tensor, lr: float) -> Tensor:
-    """ηZ, within the limits of a step."""
-    W = rate(Z, lr) * Z
-    return W * shortened(W)
