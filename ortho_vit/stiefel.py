@@ -157,11 +157,10 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
         if far.any():
             X = polar_svd(X, far.flatten())
             D = gram_deviation(X)
-        distance = frobenius(D)
-        while float(distance.amax()) > SMALL[1]:  # one iteration turns ‖D‖ into 5/16 ‖D‖³
-            X = torch.where(distance > SMALL[1], torch.baddbmm(X, binomial(D, distance), X), X)
+        while ((distance := frobenius(D)) > SMALL[0]).any():
+            R = (D * -0.5).add_(symmetric_matmul(D, D), alpha=0.375)  # turns ‖D‖ into 5/8 ‖D‖³
+            X = torch.where(distance > SMALL[0], torch.baddbmm(X, R, X), X)
             D = gram_deviation(X)
-            distance = frobenius(D)
         return torch.baddbmm(X, inverse_sqrt(D), X).to(dtype).view(shape)
 
 
@@ -260,10 +259,8 @@ def add_to_diagonal(A: Tensor, c: Tensor | float) -> Tensor:
     return A
 
 
-SMALL = (
-    2e-4,
-    3.6e-3,
-)  # ‖D‖ up to which −D/2, and −D/2 + 3D²/8, are (I + D)^(−1/2) − I with an error of 1.5e-8
+# ‖D‖₂ up to which −D/2 + 3D²/8, and with −5D³/16 besides, are (I + D)^(−1/2) − I with an error of 1.5e-8
+SMALL = (3.6e-3, 1.5e-2)
 
 
 def _fitted(degree: int, end: float) -> list[float]:
@@ -280,38 +277,31 @@ def _fitted(degree: int, end: float) -> list[float]:
 Q = _fitted(9, 1.02)
 
 
-def inverse_sqrt(D: Tensor, *, host: bool = True) -> Tensor:
+def inverse_sqrt(D: Tensor, D2: Tensor | None = None, *, host: bool = True) -> Tensor:
     """(I + D)^(−1/2) − I for symmetric D (B, m, m) with its spectrum in [0, 1], up to rounding.
 
     Only the deviation from I is computed, so its error is relative to the *deviation*: X + R̃X rounds each entry of X
     once, where (I + R̃)X would round it m times.
 
-    A small D, as nearly every training step has it, needs one or two terms of the binomial series, a larger one a
-    polynomial of degree 9: which, depends on each matrix alone.  `host` lets the host look at the largest of the batch, to
-    leave out what no matrix needs; that changes no bit of the result.  float64 adds one Newton–Schulz iteration, which
-    squares the error.
+    A small D, as nearly every training step has it, needs two or three terms of the binomial series, a larger one a
+    polynomial of degree 9: which, depends on each matrix alone, by its ρ = √‖D²‖ ≥ ‖D‖₂.  `host` lets the host look at the
+    largest of the batch, to leave out what no matrix needs; that changes no bit of the result.  float64 adds one
+    Newton–Schulz iteration, which squares the error.
     """
-    size = frobenius(D)
-    largest = float(size.amax()) if host else math.inf
-    if largest <= SMALL[0]:
-        R = D * -0.5
-    elif largest <= SMALL[1]:
-        R = binomial(D, size)
-    else:
-        D2 = symmetric_matmul(D, D)
+    D2 = symmetric_matmul(D, D) if D2 is None else D2
+    size = frobenius(D2)  # ρ²
+    largest = math.sqrt(float(size.amax())) if host else math.inf
+    R = (D * -0.5).add_(D2, alpha=0.375)
+    if largest > SMALL[0]:
         D3 = symmetric_matmul(D, D2)
+        R.addcmul_(D3, (size > SMALL[0] ** 2) * -0.3125)
+    if largest > SMALL[1]:
         high, middle, low = (
             torch.add(D * Q[i], D2, alpha=Q[i + 1]).add_(D3, alpha=Q[i + 2]) for i in (6, 3, 0)
         )
         wide = add_symmetric_(low, D3, add_symmetric_(middle, D3, high))
-        R = torch.where(size > SMALL[1], wide, binomial(D, size, D2))
+        R = torch.where(size > SMALL[1] ** 2, wide, R)
     return _polished(D, R) if D.dtype == torch.float64 else R
-
-
-def binomial(D: Tensor, size: Tensor, D2: Tensor | None = None) -> Tensor:
-    """−D/2 + 3D²/8, without the second term where ‖D‖ = size is so small that it does not count."""
-    D2 = symmetric_matmul(D, D) if D2 is None else D2
-    return (D * -0.5).addcmul_(D2, (size > SMALL[0]) * 0.375)
 
 
 def spectral_bound(D: Tensor) -> Tensor:

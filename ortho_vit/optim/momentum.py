@@ -113,18 +113,24 @@ def turn(W: Tensor, expm: Expm, host: bool) -> Tensor:
     return add_symmetric_(W + R, W, R, sign=-1)  # the product is skew, as R̃ is a polynomial in W²
 
 
-def retract(X: Tensor, Y: Tensor, host: bool) -> tuple[Tensor, Tensor]:
+def deviation(Y: Tensor) -> tuple[Tensor, Tensor]:
+    """D = Y Yᵀ − I and D²."""
+    D = add_to_diagonal(symmetric_matmul(Y, Y.mT), -1.0)
+    return D, symmetric_matmul(D, D)
+
+
+def retract(X: Tensor, Y: Tensor, D: Tensor, D2: Tensor, host: bool) -> tuple[Tensor, Tensor]:
     """Write the polar factor of Y into X; returns D = Y Yᵀ − I and R̃.
 
     A step from the manifold has ‖D‖₂ ≤ 1.  A Y that is farther off, because somebody wrote X, is first scaled to
     ‖Y‖₂ ≤ 1, and reaches its polar factor over several steps.
     """
-    D = add_to_diagonal(symmetric_matmul(Y, Y.mT), -1.0)
-    if not (host and float(frobenius(D).amax()) <= FAR):
-        k2 = F.threshold(spectral_bound(D), FAR, 0.0).add_(1).reciprocal_()  # 1 where ρ ≤ FAR, else 1/(1 + ρ)
+    bound = frobenius(D2).sqrt_()
+    if not (host and float(bound.amax()) <= FAR):
+        k2 = F.threshold(bound, FAR, 0.0).add_(1).reciprocal_()  # 1 where ρ(D) ≤ FAR, else 1/(1 + ρ(D))
         Y.mul_(k2.sqrt())
-        add_to_diagonal(D.mul_(k2), k2 - 1)
-    R = inverse_sqrt(D, host=host)
+        D2 = symmetric_matmul(add_to_diagonal(D.mul_(k2), k2 - 1), D)
+    R = inverse_sqrt(D, D2, host=host)
     torch.baddbmm(Y, R, Y, out=X)
     return D, R
 
@@ -143,9 +149,20 @@ def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -
 
 def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -> None:
     """Algorithms 4 and 5: X ← polar(EᵀX), where the retraction itself makes E = polar(I + W) of I + W."""
-    W = Z * rate_of(Z, lr, host)
-    E = W if flow.expm == "euler" else turn(W, flow.expm, host)
-    retract(X, torch.baddbmm(X, E.mT, X), host)
+
+    def turned(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        E = W if flow.expm == "euler" else turn(W, flow.expm, host)
+        Y = torch.baddbmm(X, E.mT, X)
+        return Y, *deviation(Y)
+
+    if host and flow.expm == "euler" and lr * float(frobenius(Z).amax()) > 1:
+        Y, D, D2 = turned(
+            Z * lr
+        )  # D = W Wᵀ shows whether a limit acts, which is rare, for less than its own products
+        if float(frobenius(D2).amax()) < 0.95:
+            retract(X, Y, D, D2, host)
+            return
+    retract(X, *turned(Z * rate_of(Z, lr, host)), host)
 
 
 # ------------------------------------------------------------------------------------------------------- the steps
@@ -176,7 +193,7 @@ def sgd_step(
     V = H.baddbmm_(K.mT, X, alpha=-1)
     E = turn(Z * rate_of(Z, lr, host), flow.expm, host)
     Y = torch.baddbmm(X, E.mT, X, out=scratch).addcmul_(V, rate_of(V, lr, host))
-    D, R = retract(X, Y, host)
+    D, R = retract(X, Y, *deviation(Y), host)
     V.add_(torch.bmm(add_symmetric_(R + D, D, R), V, out=Y))
     return None
 
@@ -220,7 +237,8 @@ def adam_step(
     Z_hat = rescaled(Z, p)
     E, rate = turn(Z_hat * rate_of(Z_hat, lr, host), flow.expm, host), rate_of(V, lr, host)
     E = torch.addcmul(E.mT, torch.bmm(V, X.mT), rate, value=-1)  # V is projected at X in the same product
-    retract(X, torch.baddbmm(X, E, X).addcmul_(V, rate), host)
+    Y = torch.baddbmm(X, E, X).addcmul_(V, rate)
+    retract(X, Y, *deviation(Y), host)
     return None
 
 

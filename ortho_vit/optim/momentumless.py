@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters
 from ortho_vit.optim.free import SGD
-from ortho_vit.optim.momentum import retract
+from ortho_vit.optim.momentum import deviation, retract
 from ortho_vit.stiefel import identity
 
 
@@ -36,7 +36,7 @@ def cayley_step(X: Tensor, G: Tensor, lr: float | Tensor, host: bool) -> None:
         W = G.mT @ X - X.mT @ G  # n × n, n ≤ 2m
         I = torch.eye(n, dtype=X.dtype, device=X.device)
         X_new = X + torch.linalg.solve_ex(I + lr_norm / 2 * W, -lr_norm * (W @ X.mT))[0].mT
-    retract(X, X_new, host)
+    retract(X, X_new, *deviation(X_new), host)
 
 
 class MomentumlessStiefelSGD(StiefelOptimizer):
