@@ -12,7 +12,7 @@ class CheckpointError(ValueError):
     """Zoo weights or a run checkpoint that are missing, damaged, or not what they claim to be."""
 
 
-class DivergedError(FloatingPointError):
+class DivergedError(FloatingPointError, RuntimeError):
     """Training cannot go on: a loss, a gradient or a weight is no longer finite, or a weight left its manifold."""
 
 

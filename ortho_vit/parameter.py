@@ -46,12 +46,11 @@ class StiefelParameter(nn.Parameter):
 
     def matrices(self) -> Tensor:
         """A writable view (B, r, c) of the constrained blocks."""
-        return cut_blocks(self.detach(), self.blocks, self.rows).flatten(0, -3)
+        return cut_blocks(self.detach(), self.blocks, self.rows)
 
     def free(self) -> Tensor | None:
         """A writable view (..., free rows, c) of the rows after the constrained ones, or None."""
-        count = self.shape[-2] - self.rows
-        return self.detach().narrow(-2, self.rows, count) if count else None
+        return cut_free(self.detach(), self.rows)
 
     def _refuse_sharding(self, *_: Any) -> NoReturn:
         raise TypeError(
@@ -116,14 +115,20 @@ def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
 
 def laid_out(data: Tensor, blocks: int, rows: int) -> Tensor:
     """`data` itself if its blocks are a view (B, r, c) of it, else (a permuted batch) a contiguous copy."""
-    flat = cut_blocks(data, blocks, rows).flatten(0, -3)
+    flat = cut_blocks(data, blocks, rows)
     same = flat.is_meta or flat.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
     return data if same else data.contiguous()
 
 
 def cut_blocks(x: Tensor, blocks: int, rows: int) -> Tensor:
-    """A view (..., blocks, r, c) of the first `rows` rows of x (..., R, c)."""
-    return x.narrow(-2, 0, rows).unflatten(-2, (blocks, rows // blocks))
+    """The first `rows` rows of x (..., R, c) as blocks (B, r, c): a view, except of a batch with gaps between matrices."""
+    return x.narrow(-2, 0, rows).unflatten(-2, (blocks, rows // blocks)).flatten(0, -3)
+
+
+def cut_free(x: Tensor, rows: int) -> Tensor | None:
+    """A view (..., R − rows, c) of the rows of x (..., R, c) after the first `rows`, or None where there are none."""
+    count = x.shape[-2] - rows
+    return x.narrow(-2, rows, count) if count else None
 
 
 def constrain(

@@ -18,8 +18,9 @@ matrices too and mean their columns.
 One routine carries the cost: the inverse square root of a symmetric matrix whose spectrum is known to be near 1.
 """
 
+import contextlib
 import math
-from functools import cache
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -135,32 +136,36 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
     """The nearest orthonormal matrix, (X Xᵀ)^(−1/2) X, to working precision for any X of full rank.
 
-    Near the manifold this takes the Gram matrix, a few m × m products and one more to apply the factor; how many follows
-    from the measured distance, with one synchronisation.  Far from it (a squared singular value off 1 by 0.6 or more)
-    the factor comes from a singular value decomposition in float64.
+    Near the manifold (‖X Xᵀ − I‖ < 0.3) this is one or two iterations, each of which takes the Gram matrix, an m × m
+    product and one more to apply the factor.  Farther away a singular value decomposition in float64 comes first.  Which
+    of the two is decided by a look at the distances from the host.
 
-    `inner_steps` fixes the number of Newton–Schulz iterations instead (the paper's Algorithm 3): no synchronisation,
-    no fall-back, and an error that is whatever that many iterations leave.
+    `inner_steps` fixes the number of Newton–Schulz iterations instead (the paper's Algorithm 3): the host looks at
+    nothing, and the error is whatever that many iterations leave.
     """
     if inner_steps is not None and inner_steps < 1:
         raise ValueError(f"polar: inner_steps must be at least 1, got {inner_steps}")
     require_matrices("polar", X)
     if is_tall(X):
         return polar(X.mT, inner_steps=inner_steps).mT.contiguous()
-    dtype, X = X.dtype, X.to(working_dtype(X.dtype))
-    M = gram_deviation(X)
-    if inner_steps is not None:
-        return (X + inverse_sqrt_fixed(M, inner_steps) @ X).to(dtype)
-    distance = torch.linalg.matrix_norm(M)
-    if not float(distance.amax()) < 0.6:
-        return polar(polar_svd(X, far=~(distance < 0.6))).to(dtype)
-    R, rough = inverse_sqrt(M, positive=False)
-    Y = X + R @ X
-    return (Y if rough is None else torch.where(rough[..., None, None], polar(Y), Y)).to(dtype)
+    dtype, shape, X = X.dtype, X.shape, X.to(working_dtype(X.dtype)).reshape(-1, *X.shape[-2:])
+    with full_precision(X.device):
+        D = gram_deviation(X)
+        if inner_steps is not None:
+            return torch.baddbmm(X, newton_schulz(D, inner_steps), X).to(dtype).view(shape)
+        far = ~(frobenius(D) < 0.3)
+        if far.any():
+            X = polar_svd(X, far.flatten())
+            D = gram_deviation(X)
+        while ((distance := frobenius(D)) > SMALL[0]).any():
+            R = (D * -0.5).add_(symmetric_matmul(D, D), alpha=0.375)  # turns ‖D‖ into 5/8 ‖D‖³
+            X = torch.where(distance > SMALL[0], torch.baddbmm(X, R, X), X)
+            D = gram_deviation(X)
+        return torch.baddbmm(X, inverse_sqrt(D), X).to(dtype).view(shape)
 
 
 def gram_deviation(X: Tensor) -> Tensor:
-    """X Xᵀ − I, accumulated in float64: in float32 the sum itself would be off by some 4e-7 at n = 384."""
+    """X Xᵀ − I, accumulated in float64 where there is one: in float32 the sum itself is off by some 4e-7 at n = 384."""
     X64 = X if X.device.type == "mps" else X.double()
     return (symmetric_matmul(X64, X64.mT) - identity(X64)).to(X.dtype)
 
@@ -174,13 +179,39 @@ def polar_svd(X: Tensor, far: Tensor) -> Tensor:
     """Replace the matrices of X that are `far` by their polar factors, from a singular value decomposition in float64."""
     if not X.isfinite().all():
         raise ValueError("polar: the matrix has entries that are not finite")
-    P, sigma, Qh = torch.linalg.svd(X[far].double(), full_matrices=False)
-    if (sigma[..., -1] <= sigma[..., 0] * torch.finfo(torch.float64).eps * max(X.shape[-2:])).any():
+    chosen = X[far] if X.device.type == "mps" else X[far].double()
+    P, sigma, Qh = torch.linalg.svd(chosen, full_matrices=False)
+    if (sigma[..., -1] <= sigma[..., 0] * torch.finfo(chosen.dtype).eps * max(X.shape[-2:])).any():
         raise ValueError(
             f"polar: the matrix is rank-deficient (singular values from {sigma[..., -1].min():.3g} to "
             f"{sigma[..., 0].max():.3g}): no orthonormal matrix is nearest to it"
         )
     return X.masked_scatter(far[..., None, None], (P @ Qh).to(X.dtype))
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products inside are computed in the precision of their operands: no autocast, no TF32.
+
+    A compiled step cannot change the precision of products while it runs, so there the user's setting holds.
+    """
+    with torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext():
+        if torch.compiler.is_compiling():
+            yield
+            return
+        before = torch.get_float32_matmul_precision()
+        if before == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def autocasts(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 # ------------------------------------------------------------------------------------------ symmetric matrices near I
@@ -189,13 +220,18 @@ def polar_svd(X: Tensor, far: Tensor) -> Tensor:
 STRIP = 96  # rows computed at a time where half of a product is enough; below two of them it is not worth the calls
 
 
+def is_halved(A: Tensor) -> bool:
+    """Whether half of a symmetric product with A is computed: for few large matrices on a CPU."""
+    return A.shape[-2] >= 2 * STRIP and A.device.type == "cpu" and math.prod(A.shape[:-2]) <= 4
+
+
 def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     """A B, known to be symmetric (or skew: sign = −1): on a CPU only strips of its lower half are computed.
 
     Costs 5/8 of the product at m = 384.  A large batch, as an accelerator, is better served by one call.
     """
     m = A.shape[-2]
-    if m < 2 * STRIP or A.device.type != "cpu" or math.prod(A.shape[:-2]) > 4:
+    if not is_halved(A):
         return torch.bmm(A, B) if A.ndim == 3 else A @ B
     C = A.new_empty((*A.shape[:-1], m))
     for i in range(0, m, STRIP):
@@ -205,140 +241,88 @@ def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     return C
 
 
-DEGREES = (1, 2, 3, 6)  # of the polynomials; evaluated with 0, 1, 2 and 3 products
+def add_symmetric_(C: Tensor, A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
+    """C + A B, in place, for a product that is symmetric (or skew)."""
+    if is_halved(A):
+        return C.add_(symmetric_matmul(A, B, sign=sign))
+    return C.baddbmm_(A, B)
 
 
-@cache
-def polynomials(
-    dtype: torch.dtype, device: torch.device, *, positive: bool
-) -> tuple[list[float], Tensor, Tensor]:
-    """Polynomials x q(x) ≈ (1 + x)^(−1/2) − 1: how far each reaches (as numbers, and all but the last as a tensor), and
-    their coefficients, a row a degree.
+def frobenius(A: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix, as (B, 1, 1)."""
+    return torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
 
-    q interpolates −1/(s(1 + s)), s = √(1 + x), at Chebyshev nodes of [0, h] (or [−h, h]).  The error of degree d is at
-    most 4 c ℓ (ℓ/4)ᵈ with c = |binomial(−1/2, d + 1)| (at the left end) and ℓ the interval's length; h is where that is a
-    quarter of the last place.
+
+def add_to_diagonal(A: Tensor, c: Tensor | float) -> Tensor:
+    """A + c I, in place; c is a number, or one for each matrix, (B, 1, 1)."""
+    A.diagonal(dim1=-2, dim2=-1).add_(c[..., 0] if isinstance(c, Tensor) else c)
+    return A
+
+
+# ‖D‖₂ up to which −D/2 + 3D²/8, and with −5D³/16 besides, are (I + D)^(−1/2) − I with an error of 1.5e-8
+SMALL = (3.6e-3, 1.5e-2)
+
+
+def _fitted(degree: int, end: float) -> list[float]:
+    """Coefficients of q with d q(d) ≈ (1 + d)^(−1/2) − 1 on [0, end].
+
+    q interpolates −1/(s(1 + s)), s = √(1 + d), at Chebyshev nodes; for degree 9 and end 1.02 the error is 3.1e-8.
     """
-    tolerance = torch.finfo(dtype).eps / 4
-    reaches, rows = [], []
-    for d in DEGREES:
-        c = math.comb(2 * d + 2, d + 1) / 4 ** (d + 1)
-        length = 4 * (tolerance / (16 * c)) ** (1 / (d + 1))
-        low, high = (0.0, length) if positive else (-length / 2, length / 2)
-        angles = (torch.arange(d, dtype=torch.float64) + 0.5) * math.pi / d
-        x = (low + high) / 2 + length / 2 * angles.cos()
-        s = (1 + x).sqrt()
-        scaled = torch.linalg.solve(torch.vander(x / high, d, increasing=True), -1 / (s * (1 + s)))
-        coefficients = scaled / high ** torch.arange(d, dtype=torch.float64)
-        reaches.append(high)
-        rows.append(torch.cat([coefficients, coefficients.new_zeros(DEGREES[-1] - d)]))
-    edges = torch.tensor(reaches[:-1], dtype=dtype, device=device)
-    return reaches, edges, torch.stack(rows).to(device, dtype)[..., None, None]
+    k = torch.arange(degree, dtype=torch.float64, device="cpu")
+    d = end / 2 * (1 + ((k + 0.5) * math.pi / degree).cos())
+    s = (1 + d).sqrt()
+    return torch.linalg.solve(torch.vander(d, degree, increasing=True), -1 / (s * (1 + s))).tolist()
 
 
-def inverse_sqrt(M: Tensor, *, positive: bool) -> tuple[Tensor, Tensor | None]:
-    """(I + M)^(−1/2) − I for symmetric M (B, m, m), M ⪰ 0 if `positive`; and which of the batch were rough (None: none).
+Q = _fitted(9, 1.02)
+
+
+def inverse_sqrt(D: Tensor, D2: Tensor | None = None, *, host: bool = True) -> Tensor:
+    """(I + D)^(−1/2) − I for symmetric D (B, m, m) with its spectrum in [0, 1], up to rounding.
 
     Only the deviation from I is computed, so its error is relative to the *deviation*: X + R̃X rounds each entry of X
-    once, where (I + R̃)X would round it m times.  That is what keeps a training step from drifting.
+    once, where (I + R̃)X would round it m times.
 
-    In float32 polynomials reach up to ‖M‖ = 0.0003, 0.007, 0.036 and 0.28 (M ⪰ 0; half of that otherwise), which covers
-    nearly every training step.  A wider spectrum is first drawn together (`_draw_together`), some four products a round,
-    one round up to ‖M‖ = 2 and four up to 100; beyond 1,000 it is an eigendecomposition.  Those round absolutely, an
-    error of some m·eps: they are the rough ones, for the caller to put right.
-
-    How much is computed follows from the widest spectrum of the batch (one or two synchronisations), but what happens to
-    a matrix depends on that matrix alone: terms and rounds it does not need leave it as it is, to the bit.  So results do
-    not depend on the batching, but for how a product itself rounds.
+    A small D, as nearly every training step has it, needs two or three terms of the binomial series, a larger one a
+    polynomial of degree 9: which, depends on each matrix alone, by its ρ = √‖D²‖ ≥ ‖D‖₂.  `host` lets the host look at the
+    largest of the batch, to leave out what no matrix needs; that changes no bit of the result.  float64 adds one
+    Newton–Schulz iteration, which squares the error.
     """
-    reaches, edges, rows = polynomials(M.dtype, M.device, positive=positive)
-    bound = torch.linalg.matrix_norm(M)
-    worst = float(bound.amax())
-    if worst > reaches[0]:
-        M2 = symmetric_matmul(M, M)
-    if worst > reaches[1]:
-        tight = torch.linalg.matrix_norm(M2).sqrt()  # ‖M‖ ≤ √‖M²‖_F ≤ ‖M‖_F
-        bound = torch.where(bound > reaches[1], tight, bound)
-        worst = float(bound.amax())
-    if not worst < (1e3 if positive else 0.9):
-        return _inverse_sqrt_far(M, bound, positive)
-    wide, Y = None, None
-    if worst > reaches[-1]:
-        wide = bound > reaches[-1]
-        M, Y, bound = _draw_together(M, bound, worst, positive)
-        M2 = symmetric_matmul(M, M)
-        worst = reaches[-1]
-    q = rows[torch.bucketize(bound, edges)].unbind(-3)
-    R = q[0] * M
-    if worst > reaches[0]:
-        R.addcmul_(q[1], M2)
-    if worst > reaches[1]:
-        M3 = symmetric_matmul(M, M2)
-        R.addcmul_(q[2], M3)
-    if worst > reaches[2]:
-        C = (q[3] * M).addcmul_(q[4], M2).addcmul_(q[5], M3)
-        del M2
-        R.add_(symmetric_matmul(C, M3))
-    return (R, wide) if Y is None else ((Y - identity(M)) + symmetric_matmul(R, Y), wide)
+    D2 = symmetric_matmul(D, D) if D2 is None else D2
+    size = frobenius(D2)  # ρ²
+    largest = math.sqrt(float(size.amax())) if host else math.inf
+    R = (D * -0.5).add_(D2, alpha=0.375)
+    if largest > SMALL[0]:
+        D3 = symmetric_matmul(D, D2)
+        R.addcmul_(D3, (size > SMALL[0] ** 2) * -0.3125)
+    if largest > SMALL[1]:
+        high, middle, low = (
+            torch.add(D * Q[i], D2, alpha=Q[i + 1]).add_(D3, alpha=Q[i + 2]) for i in (6, 3, 0)
+        )
+        wide = add_symmetric_(low, D3, add_symmetric_(middle, D3, high))
+        R = torch.where(size > SMALL[1] ** 2, wide, R)
+    return _polished(D, R) if D.dtype == torch.float64 else R
 
 
-def _draw_together(M: Tensor, bound: Tensor, worst: float, positive: bool):
-    """Rounds of T ← F T F and Y ← Y F, with F = I + D/2 + 3D²/8 ≈ T^(−1/2), D = I − T, and T scaled to be centred at 1.
+def spectral_bound(D: Tensor) -> Tensor:
+    """√‖D²‖ for symmetric D, as (B, 1, 1): at least ‖D‖₂, at most m^(1/4) times that."""
+    return frobenius(symmetric_matmul(D, D)).sqrt()
 
-    They end with every T − I within what the polynomials reach; Y is what they have multiplied together.
+
+def _polished(D: Tensor, R: Tensor) -> Tensor:
+    """R̃ after R ← R + R(I − (I + D)R²)/2."""
+    S = add_to_diagonal(R.clone(), 1.0)
+    residual = add_to_diagonal(-(add_to_diagonal(D.clone(), 1.0) @ S @ S), 1.0)
+    return R + S @ residual / 2
+
+
+def newton_schulz(D: Tensor, steps: int) -> Tensor:
+    """(I + D)^(−1/2) − I after `steps` coupled Newton–Schulz iterations (Alg. 3), from a scale at which they converge.
+
+    Near the manifold each iteration squares the error: e becomes 3e²/2, from e = ‖D‖/2.
     """
-    I = identity(M)
-    reach = polynomials(M.dtype, M.device, positive=positive)[0][-1]
-    wide = bound > reach
-    ends = (torch.zeros_like(bound) if positive else -bound, bound)
-    host = (0.0 if positive else -worst, worst)
-    Y = None
-    while max(-host[0], host[1]) > reach:
-        wide = wide & (torch.maximum(-ends[0], ends[1]) > reach)
-        mask = wide[..., None, None]
-        centre = torch.where(wide, 2 / (2 + ends[0] + ends[1]), 1.0)[..., None, None]
-        T = centre * (I + M)
-        D = torch.where(mask, I - T, 0.0)
-        F = I + D / 2 + 3 / 8 * symmetric_matmul(D, D)
-        M = torch.where(mask, symmetric_matmul(symmetric_matmul(F, T), F) - I, M)
-        F = centre.sqrt() * F
-        Y = F if Y is None else symmetric_matmul(Y, F)
-        reach = polynomials(M.dtype, M.device, positive=False)[0][
-            -1
-        ]  # from now on spectra lie on both sides of 1
-        after = _after_round(*ends)
-        ends = (torch.where(wide, after[0], ends[0]), torch.where(wide, after[1], ends[1]))
-        bound = torch.where(wide, reach, bound)
-        host = _after_round(*host)
-    return M, Y, bound
-
-
-def _after_round(lower, upper):
-    """Where a round sends the ends of a spectrum [1 + lower, 1 + upper]: x ↦ (1 + x)(1 − x/2 + 3x²/8)² is monotone."""
-    x = (upper - lower) / (2 + lower + upper)
-    return tuple((1 + e) * (1 - e / 2 + 3 / 8 * e**2) ** 2 - 1 for e in (-x, x))
-
-
-def _inverse_sqrt_far(M: Tensor, bound: Tensor, positive: bool) -> tuple[Tensor, Tensor]:
-    """`inverse_sqrt` where some spectra are too wide to iterate on: those by eigendecomposition in float64."""
-    if not M.isfinite().all():
-        raise FloatingPointError("the step overflowed; lower the learning rate")
-    far = ~(bound < (1e3 if positive else 0.9))
-    mask = far[..., None, None]
-    eigenvalues, Q = torch.linalg.eigh(M[far].double())
-    eigenvalues = eigenvalues.clamp_min(0 if positive else -1)
-    R_far = (Q * ((1 + eigenvalues).rsqrt() - 1).unsqueeze(-2)) @ Q.mT
-    R, wide = inverse_sqrt(torch.where(mask, 0.0, M), positive=positive)
-    return R.masked_scatter(mask, R_far.to(M.dtype)), far if wide is None else far | wide
-
-
-def inverse_sqrt_fixed(M: Tensor, steps: int) -> Tensor:
-    """(I + M)^(−1/2) − I after `steps` coupled Newton–Schulz iterations (Alg. 3), from a scale at which they converge.
-
-    Near the manifold each iteration squares the error: e becomes 3e²/2, from e = ‖M‖/2.
-    """
-    I = identity(M)
-    A = I + M
+    I = identity(D)
+    A = I + D
     size = torch.linalg.matrix_norm(A, torch.inf)
     scale = torch.where(size < 1.9, 1.0, 1.9 / size)[..., None, None]
     Y, Z = A * scale, I.expand_as(A)

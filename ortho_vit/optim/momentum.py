@@ -1,331 +1,332 @@
-"""Momentum SGD and Adam on the Stiefel manifold (Kong, Wang & Tao 2023, Algorithms 1 and 2; 4 and 5 where m = n).
+"""Momentum Stiefel SGD and Adam (Kong, Wang & Tao, ICLR 2023), and how a step is computed.
 
-The momentum of X is kept in two parts that need no transport: Z, skew, moves X within its span; U, with X Uᵀ = 0, moves it
-out of it.  A step kicks both with the gradient (φ₂ and half of φ₁), turns X by Z to X½ = EᵀX (φ₁), then carries X along U,
-and U along X (φ₃).
+Two ideas keep a step exact without special cases.  *Whatever must hold of X at the end of a step is measured at the end
+of the step*: X Xᵀ is never assumed to be I, and what rounding (or somebody else) did to X is removed by the retraction
+that the step needs anyway.  *Momentum is projected where it acts, not where it is stored.*
 
-Two integrators of this one flow.  "paper" is the algorithm as printed.  "isometric", ours and the default, makes every
-sub-step an isometry, as in the exact flow: E is orthogonal, and φ₃ leaves U Uᵀ as it was, where the printed φ₃ multiplies
-it by I + η²U Uᵀ and so diverges once η‖U‖ nears 1.
+Blocks are rows, X (B, m, n) with m < n; notation as in `ortho_vit.stiefel`.  η is the learning rate, μ the momentum,
+κ = 1 − dampening, a the metric's parameter; a tilde marks a deviation from I, which is how small factors are kept; ‖·‖
+is the Frobenius norm of a block.  One step of StiefelSGD:
 
-Cost.  X Xᵀ = I and X Uᵀ = 0 are known, not measured, and small factors are multiplied together before they touch an m × n
-matrix: SGD takes 5 products of m²n, Adam 8, the square case 2, and each a few half products of m³.  What rounding adds to
-X Xᵀ and X Uᵀ is taken out every `REFRESH` steps, and after a step so large that its factors were rough.
+    limits    λ(G) = min(η, 64/max|G|) ;   τ(A) = min(η, ρ(A Aᵀ)^(−½)) ,  ρ(S) = √‖S²‖        η in every ordinary step
+    kick      H = μU − κ(λ(G)/η)G ;   K = X Hᵀ ;   Z ← μZ + (K − Kᵀ)/(2(1−a)) ;   V = H − KᵀX
+    turn      W = τ(Z)Z ;   R = (I + W Wᵀ)^(−½) ;   Ẽ = W + R̃ + W R̃
+    carry     Y = X + ẼᵀX + τ(V)V
+    retract   D = Y Yᵀ − I ;   R = (I + D)^(−½) ;   X ← Y + R̃Y
+    bring     U ← R⁻¹V ,   R⁻¹ − I = R̃ + D + D R̃
 
-Names with a tilde in formulas are deviations from I, which is how small factors are kept: E = I + Ẽ is `E` in the code.
+V is U½ of Algorithm 1: gradient and old momentum, projected at this X in one product.  The new U has a part along the
+new X, ηS X with S = V Vᵀ; it is symmetric, so it does not reach K − Kᵀ, and the next kick projects it out.  Without it
+U is the U⁺ of the isometric integrator, whose U Uᵀ is that of V (`ortho_vit.optim.reference` has the step in the paper's
+notation).  ρ bounds the spectral norm, so neither half of a step turns a direction by more than 45°; being up to m^(1/4)
+times too large, it may act from about 25° on at m = 384 when all directions move alike.
+
+StiefelAdam brings U to the new X at the beginning of the next step, by projecting and rescaling it, because its second
+moment makes the direction of the step another one than U's.  Square blocks (m = n; the transpose of what is stored) have
+no U: Algorithms 4 and 5.
+
+`norm` is what the host knows of ‖G‖ (None: it must not look).  It serves to leave out what an ordinary step does not
+need, a limit that does not act or a polynomial's higher terms, and never changes a bit of the result.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given, is_count
+from ortho_vit.optim.base import Group, Params, StiefelOptimizer, hyper_parameters, is_count
+from ortho_vit.optim.batching import State
+from ortho_vit.optim.free import ADAM, ADAMW, SGD
 from ortho_vit.stiefel import (
-    cayley,
+    add_symmetric_,
+    add_to_diagonal,
+    frobenius,
     identity,
     inverse_sqrt,
-    inverse_sqrt_fixed,
     polar,
+    spectral_bound,
     symmetric_matmul,
 )
 
 Metric = Literal["canonical", "euclidean"] | float
 Expm = Literal["euler", "cayley", "exact"]
 Integrator = Literal["isometric", "paper"]
+Rate = float | Tensor
 
-METRICS: dict[Any, float] = {"canonical": 0.5, "euclidean": 0.0}
+METRICS = {"canonical": 0.5, "euclidean": 0.0}
+REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
+FAR = (
+    1.05  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 1
+)
 
 
 class Flow(NamedTuple):
-    """Which of the equivalent forms of the step is taken; see `StiefelSGD`."""
+    """The options of the flow: the metric's a, the form of the exponential, the integrator."""
 
     a: float
     expm: Expm
     integrator: Integrator
     inner_steps: int | None
 
+    @property
+    def half(self) -> float:
+        """(1 − b)/2 = 1/(2(1 − a)), the weight of the gradient in Z."""
+        return 1 / (2 * (1 - self.a))
+
+
+# ------------------------------------------------------------------------------------------------------ the pieces
+
+
+def kick_of(G: Tensor, lr: Rate, weight: float, norm: float | None) -> Tensor:
+    """weight·λ(G)/η for each block, (B, 1, 1): the weight in an ordinary step, 0 where η = 0."""
+    if isinstance(lr, float | int) and (lr == 0 or (norm is not None and lr * norm <= REACH)):
+        return G.new_full((len(G), 1, 1), weight if lr else 0.0)
+    kick = (largest(G) * lr).reciprocal_().mul_(REACH).clamp_(max=1).mul_(weight)
+    return kick * (lr > 0) if isinstance(lr, Tensor) else kick
+
+
+def largest(A: Tensor) -> Tensor:
+    """The largest |entry| of each block, (B, 1, 1)."""
+    return torch.linalg.vector_norm(A, math.inf, dim=(-2, -1), keepdim=True)
+
+
+def rate_of(A: Tensor, lr: Rate, host: bool) -> Tensor:
+    """min(η, 1/σ) for each block, (B, 1, 1), with σ² = ρ(A Aᵀ) ≥ ‖A‖₂²: along it, A turns nothing by more than 45°."""
+    size = frobenius(A)
+    if host and lr * float(size.amax()) <= 1:  # then ησ ≤ 1
+        return A.new_full((len(A), 1, 1), lr)
+    A = A / size.clamp(min=1e-37)  # so that no fourth power overflows
+    sigma = spectral_bound(symmetric_matmul(A, A.mT)).sqrt_().mul_(size)
+    reach = sigma.mul_(1 - 1e-5).reciprocal_()  # rounding must not limit an ordinary step
+    return torch.minimum(reach, lr.to(reach)) if isinstance(lr, Tensor) else reach.clamp_(max=lr)
+
+
+def turn(W: Tensor, expm: Expm, host: bool) -> Tensor:
+    """Ẽ = E − I for the rotation E by W: polar(I + W), Cayley(W) or expm(W)."""
+    if expm == "exact":
+        return torch.linalg.matrix_exp(W) - identity(W)
+    if expm == "cayley":
+        return torch.linalg.solve_ex(identity(W) - W / 2, W)[0]
+    R = inverse_sqrt(symmetric_matmul(W, W.mT), host=host)
+    return add_symmetric_(W + R, W, R, sign=-1)  # the product is skew, as R̃ is a polynomial in W²
+
+
+def deviation(Y: Tensor) -> tuple[Tensor, Tensor]:
+    """D = Y Yᵀ − I and D²."""
+    D = add_to_diagonal(symmetric_matmul(Y, Y.mT), -1.0)
+    return D, symmetric_matmul(D, D)
+
+
+def retract(X: Tensor, Y: Tensor, D: Tensor, D2: Tensor, host: bool) -> tuple[Tensor, Tensor]:
+    """Write the polar factor of Y into X; returns D = Y Yᵀ − I and R̃.
+
+    A step from the manifold has ‖D‖₂ ≤ 1.  A Y that is farther off, because somebody wrote X, is first scaled to
+    ‖Y‖₂ ≤ 1, and reaches its polar factor over several steps.
+    """
+    bound = frobenius(D2).sqrt_()
+    if not (host and float(bound.amax()) <= FAR):
+        k2 = F.threshold(bound, FAR, 0.0).add_(1).reciprocal_()  # 1 where ρ(D) ≤ FAR, else 1/(1 + ρ(D))
+        Y.mul_(k2.sqrt())
+        D2 = symmetric_matmul(add_to_diagonal(D.mul_(k2), k2 - 1), D)
+    R = inverse_sqrt(D, D2, host=host)
+    torch.baddbmm(Y, R, Y, out=X)
+    return D, R
+
+
+def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -> Tensor:
+    """U turned by Cayley((2a − 1)ηZ) with the old Z, in place: the identity at the canonical metric.
+
+    U is projected at X first: turned, its part along X would no longer be symmetric.
+    """
+    if flow.a != 0.5:
+        U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)
+        E = turn((2 * flow.a - 1) * (Z * rate_of(Z, lr, host)), "cayley", host)
+        U.add_(torch.bmm(E.mT, U))
+    return U
+
+
+def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -> None:
+    """Algorithms 4 and 5: X ← polar(EᵀX), where the retraction itself makes E = polar(I + W) of I + W."""
+
+    def turned(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        E = W if flow.expm == "euler" else turn(W, flow.expm, host)
+        Y = torch.baddbmm(X, E.mT, X)
+        return Y, *deviation(Y)
+
+    if host and flow.expm == "euler" and lr * float(frobenius(Z).amax()) > 1:
+        Y, D, D2 = turned(
+            Z * lr
+        )  # D = W Wᵀ shows whether a limit acts, which is rare, for less than its own products
+        if float(frobenius(D2).amax()) < 0.95:
+            retract(X, Y, D, D2, host)
+            return
+    retract(X, *turned(Z * rate_of(Z, lr, host)), host)
+
+
+# ------------------------------------------------------------------------------------------------------- the steps
+
 
 def sgd_step(
     X: Tensor,
     G: Tensor,
-    Z: Tensor,
-    U: Tensor | None,
-    lr: float,
+    state: State,
+    lr: Rate,
+    *,
     momentum: float,
     dampening: float,
     flow: Flow,
+    norm: float | None,
     scratch: Tensor | None = None,
 ) -> None:
-    """Algorithm 1 on blocks X (B, m, n), in place; U is None where m = n.
-
-    `scratch` is memory like X to work in.  It may be G, which is then lost.
-    """
-    kick, half = 1 - dampening, 1 / (2 * (1 - flow.a))  # (1−b)/2 = 1/(2(1−a))
+    """The step at the top of this file, on blocks X (B, m, n) and their state in place.  `scratch` may be G."""
+    Z, U, host = state["Z"], state.get("U"), norm is not None
+    kick = kick_of(G, lr, dampening - 1, norm)
     if U is None:
         K = torch.bmm(X, G.mT)
-        Z.mul_(momentum).sub_(torch.sub(K, K.mT, out=scratch), alpha=kick * half)
-        del K
-        move_square(X, torch.mul(Z, lr, out=scratch), flow)
-        return
-    turned_(U, Z, lr, momentum, flow).sub_(G, alpha=kick)
-    H, Ht = U, U.mT
-    K = torch.bmm(X, Ht)  # −(1−τ) X Gᵀ, because X Uᵀ = 0
-    Kt = K.mT
-    Z.mul_(momentum).add_(K - Kt, alpha=half)
-    # U½ = H − KᵀX is never formed.  H Hᵀ − KᵀK is its Gram matrix, and its part in X goes with the factors of X; so
-    # what rounding had left of X Uᵀ is projected out as well.
-    S = gram(H, Kt)
-    size = torch.linalg.matrix_norm(S).sqrt()
-    far, lost = look_ahead(size, lr, size, K)
-    Y, H, Kt, W = in_double(far, X, H, Kt, lr * Z)
-    S = gram(H, Kt) if far else S  # for its small eigenvalues, which η² makes large
-    factors = small_factors(W, lr**2 * S, Y, flow)
-    T = None if far else scratch
-    D = plus_one_T(factors.E, S)
-    C, D = torch.add(Kt, D, alpha=lr), plus_one(factors.B, D)
-    if flow.integrator == "isometric":
-        C = torch.add(plus_one(factors.B, Kt), D, alpha=lr)
-        H.add_(torch.bmm(factors.B, H, out=T))
-    H.baddbmm_(C, Y, alpha=-1)  # U⁺, from which X⁺ follows:  X⁺ = (I + A + η²D) X + ηU⁺, printed (I + B) U⁺
-    T = torch.baddbmm(H, torch.add(factors.A, D, alpha=lr**2), Y, beta=lr, out=T)
-    if flow.integrator == "paper":
-        T.baddbmm_(factors.B, H, alpha=lr)
-    elif far:  # where even float64 has lost I beside η²S, the momentum's size at least stays what it was
-        before = S.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
-        after = torch.linalg.matrix_norm(H)
-        H.mul_(torch.where(after > before, before / after, 1.0)[..., None, None])
-    close(X, Y.add_(T), U, H, factors.rough, lost)
+        Z.mul_(momentum).addcmul_(K - K.mT, kick, value=flow.half)
+        return move_square(X, Z, lr, flow, host)
+    H = turned_(U, X, Z, lr, flow, host).mul_(momentum).addcmul_(G, kick)
+    K = torch.bmm(X, H.mT)
+    Z.mul_(momentum).add_(K - K.mT, alpha=flow.half)
+    V = H.baddbmm_(K.mT, X, alpha=-1)
+    E = turn(Z * rate_of(Z, lr, host), flow.expm, host)
+    Y = torch.baddbmm(X, E.mT, X, out=scratch).addcmul_(V, rate_of(V, lr, host))
+    D, R = retract(X, Y, *deviation(Y), host)
+    V.add_(torch.bmm(add_symmetric_(R + D, D, R), V, out=Y))
+    return None
 
 
 def adam_step(
     X: Tensor,
     G: Tensor,
     state: State,
-    lr: float,
+    lr: Rate,
+    *,
     betas: tuple[float, float],
     eps: float,
     flow: Flow,
+    norm: float | None,
     scratch: Tensor | None = None,
 ) -> None:
-    """Algorithm 2 on blocks X (B, m, n), in place; the state has no U and q where m = n.  `scratch`: see `sgd_step`."""
+    """Algorithm 2 in the same manner; `state["step"]` counts this step.  `scratch` may be G."""
     Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
-    beta1, beta2 = betas
-    c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+    host, (beta1, beta2) = norm is not None, betas
+    c1, c2 = bias_corrections(betas, state["step"], X.dtype)
+    slope, floor = c1 / c2.sqrt(), c1 * eps
 
     def rescaled(momentum: Tensor, second: Tensor, out: Tensor | None = None) -> Tensor:
-        scale = torch.sqrt(second, out=out).mul_(c1 / c2**0.5).add_(c1 * eps)
+        scale = torch.sqrt(second, out=out).mul_(slope).add_(floor)
         return torch.div(momentum, scale, out=scale)
 
+    if norm is None or not norm <= 1e15:  # so that it can be squared
+        G = G * largest(G).reciprocal_().mul_(1e15).clamp_(max=1)
     K = torch.bmm(X, G.mT)
-    f = (K - K.mT).mul_(1 / (2 * (1 - flow.a)))
+    f = K - K.mT if flow.half == 1 else (K - K.mT) * flow.half
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
-    g = None
-    if U is not None and q is not None:
-        g = torch.baddbmm(G, K.mT, X, alpha=-1, out=scratch)
-        q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        turned_(U, Z, lr, beta1, flow).sub_(g, alpha=1 - beta1)  # U½
-    Z.mul_(beta1).sub_(f, alpha=1 - beta1)
     if U is None or q is None:
-        del K, f
-        move_square(X, rescaled(Z, p, out=scratch).mul_(lr), flow)
-        return
-    # Ũ = V − LX is never formed: its Gram matrix is V Vᵀ − L Lᵀ, and its part in X goes with the factors of X.
-    V = rescaled(U, q, out=g)
-    L, T = torch.bmm(V, X.mT), torch.bmm(U, V.mT)  # U½ Ũᵀ = U½ Vᵀ, because U½ Xᵀ = 0
-    S = gram(V, L)
-    size = torch.linalg.matrix_norm(U)
-    far, lost = look_ahead(torch.linalg.matrix_norm(S).sqrt(), lr, size, K)
-    Y, H, V, L, T, W = in_double(far, X, U, V, L, T, rescaled(Z, p).mul_(lr))
-    S = gram(V, L) if far else S
-    factors = small_factors(W, lr**2 * S, Y, flow)
-    C = plus_one_T(factors.E, T).mul_(lr)
-    if flow.integrator == "isometric":  # scaled to the norm of U½:  ‖U⁺‖² = ‖U½‖² + ‖C‖²
-        shrink = torch.where(size > 0, size / torch.hypot(size, torch.linalg.matrix_norm(C)), 1.0)[
-            ..., None, None
-        ]
-        H.mul_(shrink)
-        C.mul_(shrink)
-    H.baddbmm_(C, Y, alpha=-1)
-    moved = torch.baddbmm(V, torch.sub(factors.A, plus_one(factors.B, L), alpha=lr), Y, beta=lr)
-    close(X, Y.add_(moved.baddbmm_(factors.B, V, alpha=lr)), U, H, factors.rough, lost)
+        Z.mul_(beta1).sub_(f, alpha=1 - beta1)
+        return move_square(X, rescaled(Z, p, out=scratch), lr, flow, host)
+    brought_(U, X)
+    turned_(U, X, Z, lr, flow, host).mul_(beta1)
+    Z.mul_(beta1).sub_(f, alpha=1 - beta1)
+    g = torch.baddbmm(G, K.mT, X, alpha=-1, out=scratch)
+    q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    V = rescaled(U.sub_(g, alpha=1 - beta1), q, out=g)
+    Z_hat = rescaled(Z, p)
+    E, rate = turn(Z_hat * rate_of(Z_hat, lr, host), flow.expm, host), rate_of(V, lr, host)
+    E = torch.addcmul(E.mT, torch.bmm(V, X.mT), rate, value=-1)  # V is projected at X in the same product
+    Y = torch.baddbmm(X, E, X).addcmul_(V, rate)
+    retract(X, Y, *deviation(Y), host)
+    return None
 
 
-def close(X: Tensor, Y: Tensor, U: Tensor, H: Tensor, *marks: Tensor | None) -> None:
-    """End a step at X⁺ = Y and U⁺ = H, which are X and U themselves unless they were moved in float64."""
-    if Y is not X:
-        X.copy_(Y)
-        U.copy_(H)
-    put_back(X, U, *marks)
+def brought_(U: Tensor, X: Tensor) -> Tensor:
+    """U projected at X and rescaled to its own norm, in place.
 
-
-def move_square(X: Tensor, W: Tensor, flow: Flow) -> None:
-    """Algorithms 4 and 5: X⁺ = polar(EᵀX), where the polar factor has only rounding to take out."""
-    Y, W = in_double(not float(torch.linalg.matrix_norm(W).amax()) < FAR, X, W)
-    factors = small_factors(W, None, Y, flow)
-    columns = Y.mT  # as they are stored
-    X.mT.copy_(torch.baddbmm(columns, columns, factors.A.mT))
-    put_back(X, None, factors.rough)
-
-
-def gram(V: Tensor, L: Tensor) -> Tensor:
-    """(V − LX)(V − LX)ᵀ where V Xᵀ = L."""
-    return torch.baddbmm(symmetric_matmul(V, V.mT), L, L.mT, alpha=-1)
-
-
-FAR = 20  # the length of a step, η‖V‖, from which a deviation from I says too little about I + deviation
-
-
-def look_ahead(length: Tensor, lr: float, size: Tensor, K: Tensor) -> tuple[bool, Tensor | None]:
-    """Whether a step along V, √‖V Vᵀ‖ = length, is FAR; and where U, of this size, is so much smaller than the K it was
-    separated from that rounding would show in X Uᵀ.  One synchronisation for both.
+    X turned by at most 45° since U was made, so the factor is at most √2; it is more only where somebody wrote X.
     """
-    margin = torch.sub(size, torch.linalg.matrix_norm(K), alpha=0.01)
-    longest, least = torch.stack([length.amax(), margin.amin()]).tolist()
-    return not lr * longest < FAR, margin < 0 if least < 0 else None
+    before = frobenius(U)
+    U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)
+    after = frobenius(U)
+    return U.mul_((before / after.clamp(min=1e-37)).clamp_(max=1.5))
 
 
-def in_double(far: bool, *tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors of a step, in float64 if it is far."""
-    return (x.double() if far and x.device.type != "mps" else x for x in tensors)
+def bias_corrections(betas: tuple[float, float], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """1 − βᵗ for both β, accurate in float32 too, where t is a tensor that the host need not read."""
+    t = step.to(dtype)
+    c = torch._foreach_mul([t, t], [math.log(beta) if beta else -math.inf for beta in betas])
+    torch._foreach_expm1_(c)
+    torch._foreach_neg_(c)
+    return c
 
 
-def turned_(U: Tensor, Z: Tensor, lr: float, momentum: float, flow: Flow) -> Tensor:
-    """φ₂ without the kick, in place: μU turned by Cayley((2a−1)ηZ), or the printed μU + c η U Z (rows: −Z U)."""
-    if flow.integrator == "paper":
-        return U.copy_(torch.baddbmm(U, Z, U, beta=momentum, alpha=(3 * flow.a - 2) / 2 * lr))
-    if flow.a != 0.5:
-        W = next(
-            in_double(True, (2 * flow.a - 1) * lr * Z)
-        )  # so large at times that I would be lost beside it
-        U.copy_(cayley(W).to(U.dtype).mT @ U)
-    return U.mul_(momentum)
+# ------------------------------------------------------------------------------------------- the algorithms as printed
 
 
-class Factors(NamedTuple):
-    """The m × m factors of a step: X⁺ = (I + A) X + η (I + B) V.  A square block has no V, and B is of no use."""
-
-    E: Tensor
-    A: Tensor
-    B: Tensor
-    rough: Tensor | None  # which of the batch rounded absolutely; None: none
-
-
-def small_factors(W: Tensor, P: Tensor | None, X: Tensor, flow: Flow) -> Factors:
-    """E from W = ηZ, and the retraction R = (X† X†ᵀ)^(−1/2) from P = η² V Vᵀ (None: square, there is no V).
-
-    With N = X½ X½ᵀ − I, which only the printed Euler step has:  X† = X½ + η (I + N) V,  X† X†ᵀ = I + N + (I + N) P (I + N).
-    """
-    printed = flow.integrator == "paper" and P is not None
-    E, N, M = W, None, None
-    if flow.expm == "cayley":
-        E = torch.linalg.solve(identity(W) - W / 2, W)
-    elif flow.expm == "exact":
-        E = torch.linalg.matrix_exp(W) - identity(W)
-    else:
-        M = symmetric_matmul(W, W.mT)
-        N = M if printed else None
-    Q = P if N is None or P is None else N + plus_one_T(N, plus_one(N, P))
-    if flow.inner_steps is not None:
-        return fixed_factors(E, N, M, Q, X, flow)
-    unknown = [A for A in (None if printed else M, Q) if A is not None]
-    roots, rough = inverse_sqrts(unknown)
-    if M is not None and not printed:
-        root = roots.pop(0)
-        E = symmetric_matmul(W, root, sign=-1).add_(W).add_(root)
-    if flow.expm != "euler":
-        rough = torch.ones(len(W), dtype=torch.bool, device=W.device)
-    if not roots:
-        return Factors(E, E.mT, E, rough)
-    R = roots[0]
-    return Factors(E, R + plus_one(R, E.mT), R if N is None else R + plus_one(R, N), rough)
-
-
-def inverse_sqrts(matrices: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """(I + M)^(−1/2) − I of each batch, all at once; and which of a batch are too wide to be exact to rounding."""
-    if not matrices:
-        return [], None
-    roots, rough = inverse_sqrt(torch.cat(matrices) if len(matrices) > 1 else matrices[0], positive=True)
-    rough = None if rough is None else rough.view(len(matrices), -1).any(0)
-    return list(roots.chunk(len(matrices))), rough
-
-
-def fixed_factors(
-    E: Tensor, N: Tensor | None, M: Tensor | None, Q: Tensor | None, X: Tensor, flow: Flow
-) -> Factors:
-    """`small_factors` with a fixed number of inner iterations: what they leave of X Xᵀ − I is measured and comes again."""
-    if M is not None and N is None:
-        E = E + plus_one(E, inverse_sqrt_fixed(M, flow.inner_steps or 1))
-    D = symmetric_matmul(X, X.mT) - identity(X)
-    D = plus_one_T(E.mT, plus_one(E.mT, D))
-    R = inverse_sqrt_fixed(D if Q is None else Q + D, flow.inner_steps or 1)
-    return Factors(E, R + plus_one(R, E.mT), R if N is None else R + plus_one(R, N), None)
-
-
-def plus_one(A: Tensor, B: Tensor) -> Tensor:
-    """(I + A) B."""
-    return torch.baddbmm(B, A, B)
-
-
-def plus_one_T(A: Tensor, B: Tensor) -> Tensor:
-    """B (I + A)ᵀ."""
-    return torch.baddbmm(B, B, A.mT)
-
-
-def put_back(X: Tensor, U: Tensor | None, *which: Tensor | None) -> None:
-    """Take out what rounding has put into X Xᵀ and X Uᵀ, in the matrices of the batch that any of `which` marks."""
-    marks = [mark for mark in which if mark is not None]
-    if not marks:
-        return
-    mark = torch.stack(marks).any(0)[..., None, None]
-    X.copy_(torch.where(mark, polar(X), X))
+def printed_sgd_step(
+    X: Tensor, G: Tensor, state: State, lr: float, *, momentum: float, dampening: float, flow: Flow
+) -> None:
+    """Algorithm 1 (for square blocks 4) as printed, on blocks in place: to be compared with, plain and unhurried."""
+    Z, U, K = state["Z"], state.get("U"), torch.bmm(X, G.mT)
+    f = (K - K.mT) * flow.half
+    if U is not None:
+        U.copy_(torch.baddbmm(U, Z, U, beta=momentum, alpha=(3 * flow.a - 2) / 2 * lr))
+        U.sub_(G - torch.bmm(K.mT, X), alpha=1 - dampening)
+    Z.mul_(momentum).sub_(f, alpha=1 - dampening)
+    X_half = torch.baddbmm(X, printed_turn(lr * Z, flow.expm).mT, X)
     if U is None:
+        X.copy_(polar(X_half, inner_steps=flow.inner_steps))
         return
-    for _ in range(2):  # twice, because the first rounds relative to what it takes out
-        U.baddbmm_(torch.where(mark, torch.bmm(U, X.mT), 0.0), X, alpha=-1)
+    N = torch.bmm(X_half, X_half.mT)
+    X.copy_(polar(X_half + lr * torch.bmm(N, U), inner_steps=flow.inner_steps))
+    U.sub_(torch.bmm(torch.bmm(U, U.mT), X_half), alpha=lr)
 
 
-class MomentumStiefel(StiefelOptimizer):
-    """What StiefelSGD and StiefelAdam share: the options of the flow."""
-
-    def check(self, group: Group) -> None:
-        super().check(group)
-        self.require(group, "metric", is_metric, "must be 'canonical', 'euclidean' or a number < 1")
-        self.require(
-            group, "expm", lambda e: e in ("euler", "cayley", "exact"), "must be 'euler', 'cayley' or 'exact'"
-        )
-        self.require(
-            group, "integrator", lambda i: i in ("isometric", "paper"), "must be 'isometric' or 'paper'"
-        )
-        self.require(group, "inner_steps", lambda k: k is None or is_count(k), "must be None or at least 1")
-
-    def refresh(self, X: Tensor, state: State) -> None:
-        put_back(X, state.get("U"), torch.ones(len(X), dtype=torch.bool, device=X.device))
-
-    def flow(self, group: Group) -> Flow:
-        a = METRICS[group["metric"]] if group["metric"] in METRICS else float(group["metric"])
-        return Flow(a, group["expm"], group["integrator"], group["inner_steps"])
-
-
-def is_metric(a: Any) -> bool:
-    return a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and -math.inf < a < 1)
-
-
-def new_momentum(X: Tensor, within: tuple[str, ...], outside: tuple[str, ...]) -> State:
-    """Zeros (B, m, m) for each name `within`, and like X for each `outside` unless X is square."""
-    B, m, n = X.shape
-    state = {name: X.new_zeros(B, m, m) for name in within}
-    if m < n:
-        state |= {name: torch.zeros_like(X, memory_format=torch.contiguous_format) for name in outside}
-    return state
+def printed_adam_step(
+    X: Tensor, G: Tensor, state: State, lr: float, *, betas: tuple[float, float], eps: float, flow: Flow
+) -> None:
+    """Algorithm 2 (for square blocks 5) as printed, with torch's bias corrections."""
+    Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
+    beta1, beta2 = betas
+    c1, c2 = bias_corrections(betas, state["step"], X.dtype)
+    K = torch.bmm(X, G.mT)
+    f = (K - K.mT) * flow.half
+    p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
+    if U is not None and q is not None:
+        g = G - torch.bmm(K.mT, X)
+        q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        U.copy_(torch.baddbmm(U, Z, U, beta=beta1, alpha=(3 * flow.a - 2) / 2 * lr)).sub_(g, alpha=1 - beta1)
+    Z.mul_(beta1).sub_(f, alpha=1 - beta1)
+    W = lr * Z / ((p / c2).sqrt() + eps) / c1
+    X_half = torch.baddbmm(X, printed_turn(W, flow.expm).mT, X)
+    if U is None or q is None:
+        X.copy_(polar(X_half, inner_steps=flow.inner_steps))
+        return
+    N = torch.bmm(X_half, X_half.mT)
+    V = U / ((q / c2).sqrt() + eps) / c1
+    V = V - torch.bmm(torch.linalg.solve(N, torch.bmm(X_half, V.mT)).mT, X_half)
+    X.copy_(polar(X_half + lr * torch.bmm(N, V), inner_steps=flow.inner_steps))
+    U.sub_(torch.bmm(torch.bmm(U, V.mT), X_half), alpha=lr)
 
 
-class StiefelSGD(MomentumStiefel, FreeSGD):
+def printed_turn(W: Tensor, expm: Expm) -> Tensor:
+    """Ẽ = E − I as printed: W, Cayley(W) − I or expm(W) − I."""
+    if expm == "cayley":
+        return torch.linalg.solve(identity(W) - W / 2, W)
+    return torch.linalg.matrix_exp(W) - identity(W) if expm == "exact" else W
+
+
+# ------------------------------------------------------------------------------------------------------ the optimizers
+
+
+class StiefelSGD(StiefelOptimizer):
     """Stiefel SGD with momentum for constrained parameters, `torch.optim.SGD` for the rest, with one learning rate.
 
         optimizer = StiefelSGD(model.parameters(), lr=0.15, momentum=0.9, weight_decay=5e-5)
+
+    The default momentum is 0.9, where that of `torch.optim.SGD` is 0.
 
     Args:
         params: parameters, named parameters or groups, as for any torch optimizer.
@@ -336,12 +337,18 @@ class StiefelSGD(MomentumStiefel, FreeSGD):
         metric: "canonical" (a = 1/2), "euclidean" (a = 0), or the metric's a < 1.
         expm: how Z turns X: "euler", "cayley", or "exact" (the matrix exponential).
         integrator: "isometric", stable at any learning rate, or "paper", the algorithm as printed.
-        inner_steps: so many Newton–Schulz iterations in the retraction; None: to working precision.
-        foreach: step parameters of one shape as one batch; None: on a GPU.
+        inner_steps: for the printed integrator, the number of Newton–Schulz iterations in the retraction; None: to
+            working precision.
+        foreach: step parameters of one shape as one batch; None: on an accelerator.
+        capturable: never read the device from the host, as CUDA graphs need it; None: on an accelerator.  Blocks whose
+            gradient is not finite are then left as they are, where otherwise the step is refused.
         shard_stiefel: in a data-parallel run, step a share of the constrained blocks on each rank and exchange them: among
             all ranks (True), or within groups of so many consecutive ones, such as the 8 of a node.
         maximize: ascend.
     """
+
+    free_rule = SGD
+    squares_gradients = False
 
     def __init__(
         self,
@@ -357,28 +364,40 @@ class StiefelSGD(MomentumStiefel, FreeSGD):
         integrator: Integrator = "isometric",
         inner_steps: int | None = None,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        check_flow(self, group)
+
+    def reads_device(self, group: Group) -> str | None:
+        return flow_reads_device(group)
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z",), outside=("U",))
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
-    ) -> None:
-        Z, U, flow = state["Z"], state.get("U"), self.flow(group)
-        sgd_step(X, G, Z, U, lr, group["momentum"], group["dampening"], flow, scratch)
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+        options = {"momentum": group["momentum"], "dampening": group["dampening"], "flow": flow_of(group)}
+        if group["integrator"] == "paper":
+            printed_sgd_step(X, G, state, lr, **options)
+        else:
+            sgd_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
 
 
-class StiefelAdam(MomentumStiefel, FreeAdam):
+class StiefelAdam(StiefelOptimizer):
     """Stiefel Adam for constrained parameters, `torch.optim.Adam` for the rest, with one learning rate.
 
     Args:
         betas, eps: as in `torch.optim.Adam`, bias corrections included.
         The others: as in `StiefelSGD`.
     """
+
+    free_rule = ADAM
+    squares_gradients = False
 
     def __init__(
         self,
@@ -394,15 +413,94 @@ class StiefelAdam(MomentumStiefel, FreeAdam):
         integrator: Integrator = "isometric",
         inner_steps: int | None = None,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        check_flow(self, group)
+
+    def reads_device(self, group: Group) -> str | None:
+        return flow_reads_device(group)
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z", "p"), outside=("U", "q"))
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+        options = {"betas": group["betas"], "eps": group["eps"], "flow": flow_of(group)}
+        if group["integrator"] == "paper":
+            printed_adam_step(X, G, state, lr, **options)
+        else:
+            adam_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
+
+
+class StiefelAdamW(StiefelAdam):
+    """Stiefel Adam for constrained parameters, `torch.optim.AdamW` for the rest, with one learning rate.
+
+    The default weight decay is that of `torch.optim.AdamW`, 0.01; it touches free parameters only.
+
+    Args: as in `StiefelAdam`.
+    """
+
+    free_rule = ADAMW
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        stiefel_lr: float | None = None,
+        metric: Metric = "canonical",
+        expm: Expm = "euler",
+        integrator: Integrator = "isometric",
+        inner_steps: int | None = None,
+        foreach: bool | None = None,
+        capturable: bool | None = None,
+        shard_stiefel: bool | int = False,
+        maximize: bool = False,
     ) -> None:
-        adam_step(X, G, state, lr, group["betas"], group["eps"], self.flow(group), scratch)
+        StiefelOptimizer.__init__(self, params, hyper_parameters(locals()))
+
+
+def check_flow(optimizer: StiefelOptimizer, group: Group) -> None:
+    """Raise ValueError for an option of the flow that is out of range."""
+    require = optimizer.require
+    require(group, "metric", is_metric, "must be 'canonical', 'euclidean' or a number < 1")
+    rule = "must be 'euler', 'cayley' or 'exact'"
+    require(group, "expm", lambda e: e in ("euler", "cayley", "exact"), rule)
+    require(group, "integrator", lambda i: i in ("isometric", "paper"), "must be 'isometric' or 'paper'")
+    require(group, "inner_steps", lambda k: k is None or is_count(k), "must be None or at least 1")
+    if group["integrator"] == "isometric":
+        require(group, "inner_steps", lambda k: k is None, "belongs to integrator='paper'")
+
+
+def flow_reads_device(group: Group) -> str | None:
+    if group["integrator"] == "paper":
+        return "integrator='paper', whose retraction may need a singular value decomposition"
+    return (
+        "expm='exact', as torch's matrix exponential reads the device" if group["expm"] == "exact" else None
+    )
+
+
+def flow_of(group: Group) -> Flow:
+    a = METRICS[group["metric"]] if group["metric"] in METRICS else float(group["metric"])
+    return Flow(a, group["expm"], group["integrator"], group["inner_steps"])
+
+
+def is_metric(a: Any) -> bool:
+    return a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and -math.inf < a < 1)
+
+
+def new_momentum(X: Tensor, within: tuple[str, ...], outside: tuple[str, ...]) -> State:
+    """Zeros (B, m, m) for each name `within`, and like X for each `outside` unless X is square."""
+    B, m, n = X.shape
+    state = {name: X.new_zeros(B, m, m) for name in within}
+    if m < n:
+        state |= {name: torch.zeros_like(X, memory_format=torch.contiguous_format) for name in outside}
+    return state

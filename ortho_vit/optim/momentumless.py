@@ -7,41 +7,45 @@ exactly.  W has rank 2m: where that is less than n the inverse is taken of a 2m 
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeSGD, Group, Params, State, given
-from ortho_vit.stiefel import identity, polar
+from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters
+from ortho_vit.optim.free import SGD
+from ortho_vit.optim.momentum import deviation, retract
+from ortho_vit.stiefel import identity
 
 
-def cayley_step(X: Tensor, G: Tensor, lr: float) -> None:
+def cayley_step(X: Tensor, G: Tensor, lr: float | Tensor, host: bool) -> None:
     """Move X (B, m, n) against G along the Cayley curve, in place.
 
     The gradient is taken at unit norm and its norm given to the learning rate, which changes nothing but keeps the linear
-    system balanced.  A step of length beyond 1/2 is followed by a polar projection: the solve rounds too much to be trusted.
+    system balanced.  What the solve rounds is removed by a retraction, as in `ortho_vit.optim.momentum`; so that it remains
+    small, a step is not longer than η‖G‖ = ε^(−1/2), where the curve has long arrived.
     """
     m, n = X.shape[-2:]
     norm = torch.linalg.matrix_norm(G, keepdim=True)
     G = G / torch.where(norm > 0, norm, 1.0)
-    lr_norm = lr * norm
+    lr_norm = (lr * norm).clamp(max=torch.finfo(X.dtype).eps ** -0.5)
     K = X @ G.mT
     if 2 * m < n:
         # [G, X] and [X, −G] of the formula, by blocks; X Xᵀ = I is known.
         I, N = identity(X).expand_as(K), G @ G.mT
         BA = torch.cat([torch.cat([K, I], -1), torch.cat([-N, -K.mT], -1)], -2)
         BX = torch.cat([I, -K.mT], -2)
-        Y = torch.linalg.solve(identity(BA) + lr_norm / 2 * BA, BX) * -lr_norm
+        Y = torch.linalg.solve_ex(identity(BA) + lr_norm / 2 * BA, BX)[0] * -lr_norm
         X_new = torch.baddbmm(X, Y[:, :m].mT, G).baddbmm_(Y[:, m:].mT, X)
     else:
         W = G.mT @ X - X.mT @ G  # n × n, n ≤ 2m
         I = torch.eye(n, dtype=X.dtype, device=X.device)
-        X_new = X + torch.linalg.solve(I + lr_norm / 2 * W, -lr_norm * (W @ X.mT)).mT
-    far = lr_norm > 0.5
-    X.copy_(torch.where(far, polar(X_new), X_new) if far.any() else X_new)
+        X_new = X + torch.linalg.solve_ex(I + lr_norm / 2 * W, -lr_norm * (W @ X.mT))[0].mT
+    retract(X, X_new, *deviation(X_new), host)
 
 
-class MomentumlessStiefelSGD(FreeSGD):
+class MomentumlessStiefelSGD(StiefelOptimizer):
     """Gradient descent along Cayley curves for constrained parameters, `torch.optim.SGD` with momentum for the rest.
 
     Args: as in `StiefelSGD`; `momentum` and `dampening` are those of the free parameters.
     """
+
+    free_rule = SGD
 
     def __init__(
         self,
@@ -53,15 +57,14 @@ class MomentumlessStiefelSGD(FreeSGD):
         weight_decay: float = 0.0,
         stiefel_lr: float | None = None,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
-    ) -> None:
-        cayley_step(X, G, lr)
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+        cayley_step(X, G, lr, host=norm is not None)

@@ -11,7 +11,9 @@ Y = XC + AD: the iteration runs on the m × m coefficients C and D, so a step co
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, State, StiefelOptimizer, given, is_count
+from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters, is_count
+from ortho_vit.optim.free import ADAM, SGD
+from ortho_vit.optim.momentum import bias_corrections
 from ortho_vit.stiefel import identity, qr
 
 
@@ -30,7 +32,7 @@ def projected_step(X: Tensor, M: Tensor, lr: float, scale: Tensor | None, cayley
     if scale is not None:
         A, N, K, start = A / scale, N / scale**2, K / scale, start * scale
     norm = (2 * (Q * N).sum((-2, -1)) - 2 * (K * K.mT).sum((-2, -1))).clamp_min(0).sqrt()[..., None, None]
-    alpha = torch.clamp(1 / (norm + 1e-8), max=lr)
+    alpha = torch.minimum(1 / (norm + 1e-8), torch.as_tensor(lr, dtype=X.dtype, device=X.device))
     I = identity(X)
     C, D = I + alpha / 2 * J, alpha * start * I
     for _ in range(cayley_steps):
@@ -39,22 +41,26 @@ def projected_step(X: Tensor, M: Tensor, lr: float, scale: Tensor | None, cayley
     return momentum
 
 
-class ProjectedStiefel(StiefelOptimizer):
-    """What the two share: the options of the Cayley iteration, and the retraction."""
-
-    exact = False  # between two retractions X drifts; that is the method
-
-    def check(self, group: Group) -> None:
-        super().check(group)
-        self.require(group, "cayley_steps", is_count, "must be at least 1")
-        self.require(group, "qr_every", lambda k: k is None or is_count(k), "must be None or at least 1")
-
-    def retract(self, X: Tensor, state: State, group: Group) -> None:
-        if group["qr_every"] is not None and state["step"] % group["qr_every"] == 0:
-            X.copy_(qr(X.mT).mT)
+def check_iteration(optimizer: StiefelOptimizer, group: Group) -> None:
+    """Raise ValueError for an option of the Cayley iteration that is out of range."""
+    optimizer.require(group, "cayley_steps", is_count, "must be at least 1")
+    optimizer.require(group, "qr_every", lambda k: k is None or is_count(k), "must be None or at least 1")
 
 
-class ProjectedStiefelSGD(ProjectedStiefel, FreeSGD):
+def retraction_reads_device(group: Group) -> str | None:
+    return None if group["qr_every"] is None else "a QR retraction every so many steps; set qr_every=None"
+
+
+def retract(X: Tensor, state: State, group: Group) -> None:
+    """The QR retraction of the blocks whose step it is."""
+    if group["qr_every"] is None:
+        return
+    due = (state["step"] % group["qr_every"] == 0).to(X.device)
+    if due.any():
+        X.copy_(torch.where(due, qr(X.mT).mT, X))
+
+
+class ProjectedStiefelSGD(StiefelOptimizer):
     """Projected Stiefel SGD for constrained parameters, `torch.optim.SGD` for the rest.
 
     The authors' released code never stores its momentum: `momentum=0` is what it runs; this is what their paper says.
@@ -64,6 +70,9 @@ class ProjectedStiefelSGD(ProjectedStiefel, FreeSGD):
         qr_every: steps between two QR retractions; None: never.
         The others: as in `StiefelSGD`.  `stiefel_lr` is usually 10 times `lr`.
     """
+
+    free_rule = SGD
+    exact = False  # between two retractions X drifts; that is the method
 
     def __init__(
         self,
@@ -77,23 +86,29 @@ class ProjectedStiefelSGD(ProjectedStiefel, FreeSGD):
         cayley_steps: int = 5,
         qr_every: int | None = 100,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        check_iteration(self, group)
+
+    def reads_device(self, group: Group) -> str | None:
+        return retraction_reads_device(group)
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
-    ) -> None:
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
         M = state["M"].mul_(group["momentum"]).sub_(G, alpha=1 - group["dampening"])
         M.copy_(projected_step(X, M, lr, None, group["cayley_steps"]))
-        self.retract(X, state, group)
+        retract(X, state, group)
 
 
-class ProjectedStiefelAdam(ProjectedStiefel, FreeAdam):
+class ProjectedStiefelAdam(StiefelOptimizer):
     """Projected Stiefel Adam for constrained parameters, `torch.optim.Adam` for the rest.
 
     The second moment is one number a block, ‖G‖² averaged.
@@ -102,6 +117,9 @@ class ProjectedStiefelAdam(ProjectedStiefel, FreeAdam):
         betas, eps: as in `torch.optim.Adam`; for the blocks ε stands under the root.
         The others: as in `ProjectedStiefelSGD`.
     """
+
+    free_rule = ADAM
+    exact = False  # between two retractions X drifts; that is the method
 
     def __init__(
         self,
@@ -115,22 +133,28 @@ class ProjectedStiefelAdam(ProjectedStiefel, FreeAdam):
         cayley_steps: int = 5,
         qr_every: int | None = 100,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        check_iteration(self, group)
+
+    def reads_device(self, group: Group) -> str | None:
+        return retraction_reads_device(group)
 
     def new_state(self, X: Tensor, group: Group) -> State:
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
         return {"m": zeros, "v": X.new_zeros(len(X), 1, 1)}
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
-    ) -> None:
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
         beta1, beta2 = group["betas"]
-        c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        c1, c2 = bias_corrections((beta1, beta2), state["step"], X.dtype)
         m = state["m"].mul_(beta1).add_(G, alpha=1 - beta1)
         v = state["v"].mul_(beta2).add_(torch.linalg.matrix_norm(G, keepdim=True) ** 2, alpha=1 - beta2)
         scale = (v / c2 + group["eps"]).sqrt()
         m.copy_(projected_step(X, m / -c1, lr, scale, group["cayley_steps"]).mul_(-c1))
-        self.retract(X, state, group)
+        retract(X, state, group)

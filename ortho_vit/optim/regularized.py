@@ -9,35 +9,31 @@ import math
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import FreeAdam, FreeSGD, Group, Params, Part, State, StiefelOptimizer, given
+from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters
+from ortho_vit.optim.free import ADAM, SGD, Part
 
 
-class Regularized(StiefelOptimizer):
-    """What the two share: the penalty."""
-
-    exact = False
-    starts_on_manifold = False
-
-    def check(self, group: Group) -> None:
-        super().check(group)
-        self.require(group, "penalty", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
-
-    def penalize(self, X: Tensor, group: Group) -> None:
-        """X ← X − λ (XXᵀ − I) X, in place."""
-        X.copy_(torch.baddbmm(X, X @ X.mT, X, beta=1 + group["penalty"], alpha=-group["penalty"]))
-
-    def move(self, X: Tensor, G: Tensor, state: State, lr: float, group: Group) -> None:
-        """torch's step on the blocks, which do not decay."""
-        self.free_step([Part(X, G, state)], {**group, "lr": lr, "weight_decay": 0, "maximize": False})
+def penalize(X: Tensor, penalty: float) -> None:
+    """X ← X − λ (XXᵀ − I) X, in place."""
+    X.copy_(torch.baddbmm(X, X @ X.mT, X, beta=1 + penalty, alpha=-penalty))
 
 
-class RegularizedSGD(Regularized, FreeSGD):
+def without_decay(group: Group, lr: float | Tensor) -> Group:
+    """The options of torch's step on the blocks, which do not decay; `maximize` is done already."""
+    return {**group, "lr": lr, "weight_decay": 0, "maximize": False}
+
+
+class RegularizedSGD(StiefelOptimizer):
     """`torch.optim.SGD` with a penalty on the constrained blocks.
 
     Args:
         penalty: λ, the step on the penalty.
         The others: as in `StiefelSGD`.
     """
+
+    free_rule = SGD
+    exact = False
+    starts_on_manifold = False
 
     def __init__(
         self,
@@ -50,27 +46,34 @@ class RegularizedSGD(Regularized, FreeSGD):
         stiefel_lr: float | None = None,
         penalty: float = 1e-6,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        self.require(group, "penalty", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
-    ) -> None:
-        self.penalize(X, group)
-        self.move(X, G, state, lr, group)
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+        penalize(X, group["penalty"])
+        self.free_rule.step([Part(X, G, state)], without_decay(group, lr), norm is None)
 
 
-class RegularizedAdam(Regularized, FreeAdam):
+class RegularizedAdam(StiefelOptimizer):
     """`torch.optim.Adam` with a penalty on the constrained blocks.
 
     Args:
         penalty: λ, the step on the penalty.
         The others: as in `StiefelAdam`.
     """
+
+    free_rule = ADAM
+    exact = False
+    starts_on_manifold = False
 
     def __init__(
         self,
@@ -83,17 +86,23 @@ class RegularizedAdam(Regularized, FreeAdam):
         stiefel_lr: float | None = None,
         penalty: float = 1e-6,
         foreach: bool | None = None,
+        capturable: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, given(locals()))
+        super().__init__(params, hyper_parameters(locals()))
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        self.require(group, "penalty", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
 
     def new_state(self, X: Tensor, group: Group) -> State:
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
         return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
-    def stiefel_step(
-        self, X: Tensor, G: Tensor, state: State, lr: float, group: Group, scratch: Tensor | None
-    ) -> None:
-        self.penalize(X, group)
-        moments = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        self.move(X, G, {**moments, "step": torch.tensor(float(state["step"] - 1))}, lr, group)
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+        penalize(X, group["penalty"])
+        count = (
+            state["step"].flatten()[0] - 1
+        )  # torch adds one itself; blocks of one batch are stepped together
+        moments = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "step": count}
+        self.free_rule.step([Part(X, G, moments)], without_decay(group, lr), norm is None)

@@ -1,6 +1,6 @@
-"""Each process of a data-parallel run steps its share of the constrained blocks, and all exchange what they have computed.
+"""Each process of a data-parallel run steps its share of the constrained blocks, and all exchange what they computed.
 
-Gradients are equal on all ranks, so any of them can step any block.  A rank steps a contiguous share of all blocks, cut so
+Gradients are equal on all ranks, so any rank can step any block.  A rank steps a contiguous share of all blocks, cut so
 that every rank has the same cost up to one block; one all-gather then gives everyone everything.  A block is stepped by
 the operations that would have stepped it otherwise, so the result is the same to the bit, and replicas stay equal.
 """
@@ -13,24 +13,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ortho_vit.optim.batching import Stack, blocks_of
-from ortho_vit.parameter import StiefelParameter
+from ortho_vit.parameter import StiefelParameter, cut_blocks
 
 
 class Team(NamedTuple):
     """The ranks that share their blocks, and which of them this process is."""
 
-    rank: int
-    ranks: int
-    group: Any = None  # None: all of the run
+    rank: int = 0
+    ranks: int = 1
+    group: Any = None  # None: all ranks of the run
 
 
 def team_of(size: bool | int) -> Team:
-    """All ranks (True), or groups of so many consecutive ones.  A collective call."""
+    """All ranks (True), or groups of `size` consecutive ones.  A collective call."""
     if not (size and dist.is_available() and dist.is_initialized()):
-        return Team(0, 1)
+        return Team()
     if size is True:
         return Team(dist.get_rank(), dist.get_world_size())
     if dist.get_world_size() % size:
@@ -41,8 +39,12 @@ def team_of(size: bool | int) -> Team:
 
 
 @cache
-def deal(batches: tuple[tuple[int, float], ...], ranks: int) -> list[list[int]]:
-    """For each batch (number of blocks, cost of one) where each rank's share of it starts, and where the last one's ends."""
+def partition(batches: tuple[tuple[int, float], ...], ranks: int) -> list[list[int]]:
+    """For each batch (number of blocks, cost of one): where each rank's share of it starts, and where the last one ends.
+
+    The blocks of all batches are lined up by cost, the line is cut into equal pieces, one per rank, and a block belongs to
+    the rank in whose piece its middle lies: no rank then has more than its piece and one block.
+    """
     costs = list(chain.from_iterable(repeat(cost, count) for count, cost in batches))
     ends = list(accumulate(costs))
     owners = [
@@ -60,7 +62,7 @@ def deal(batches: tuple[tuple[int, float], ...], ranks: int) -> list[list[int]]:
 def exchange(tensors: list[Tensor], bounds: list[list[int]], team: Team) -> Tensor:
     """Give every rank the blocks of all: tensors (B, ...) of one kind, of which a rank's own blocks lie within its bounds.
 
-    Returns what was exchanged, a row a rank.
+    Returns what was exchanged, one row per rank.
     """
     rank, ranks, group = team
     shares = [
@@ -80,94 +82,68 @@ def exchange(tensors: list[Tensor], bounds: list[list[int]], team: Team) -> Tens
     return rows
 
 
-class Sharded(Optimizer):
-    """What an optimizer needs to share its blocks among ranks, in parameter groups with `shard_stiefel`."""
+class Sharding:
+    """Which constrained blocks of an optimizer are stepped by this rank, and their exchange.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_stale": self._stale}
+    Without `shard_stiefel` in a parameter group, or in a single process, this rank steps all of them.
+    """
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._bounds: dict[StiefelParameter, list[int]] = {}  # where each rank's share of the blocks starts
-        self._stale = False  # whether other ranks have state that this one has not
-        self._team: Team | None = None
-        if state:
-            super().__setstate__(state)
+    def __init__(self) -> None:
+        self.bounds: dict[StiefelParameter, list[int]] = {}  # where each rank's share of the blocks starts
+        self.stale = False  # whether other ranks have state that this one lacks
+        self.team: Team | None = None
 
-    def deal_blocks(self) -> None:
-        """Decide which blocks are stepped here; without `shard_stiefel`, or in a single process, that is all of them.
-
-        The deal depends on the parameters alone, so that state stays with the rank that has it.
-        """
-        groups = [group for group in self.param_groups if group.get("shard_stiefel")]
+    def assign(self, groups: list[dict[str, Any]], states: Any) -> None:
+        """Decide which blocks are stepped here, from the parameters alone, so that state stays with the rank that has it."""
+        groups = [group for group in groups if group.get("shard_stiefel")]
         sharded = [p for group in groups for p in group["params"] if isinstance(p, StiefelParameter)]
         bounds: dict[StiefelParameter, list[int]] = {}
-        if sharded and self._team is None:
-            self._team = team_of(groups[0]["shard_stiefel"])
-        if sharded and self.team.ranks > 1:
+        if sharded and self.team is None:
+            self.team = team_of(groups[0]["shard_stiefel"])
+        if sharded and self.team is not None and self.team.ranks > 1:
             shapes = [p.matrices().shape for p in sharded]
             batches = tuple((B, float(min(r, c) ** 2 * max(r, c))) for B, r, c in shapes)
-            bounds = dict(zip(sharded, deal(batches, self.team.ranks), strict=True))
-        if self._stale and bounds != self._bounds:  # cut anew, added or removed: blocks change hands
-            self.consolidate_state_dict()
-        self._bounds = bounds
+            bounds = dict(zip(sharded, partition(batches, self.team.ranks), strict=True))
+        if self.stale and bounds != self.bounds:  # blocks change hands: cut differently, added or removed
+            self.consolidate(states)
+        self.bounds = bounds
 
-    @property
-    def team(self) -> Team:
-        return self._team or Team(0, 1)
-
-    def is_shared(self, stack: Stack) -> bool:
-        return stack.parameters[0] in self._bounds
-
-    def share_of(self, stack: Stack) -> tuple[int, int]:
-        """The blocks of a stack that are stepped here, from one index to another."""
-        if not self.is_shared(stack):
-            return 0, len(stack)
-        rank, each = self.team.rank, len(stack) // len(stack.parameters)
-        own = [self._bounds[p][rank : rank + 2] for p in stack.parameters]
+    def share(self, parameters: list[StiefelParameter], total: int) -> tuple[int, int]:
+        """The blocks of a batch that are stepped here, from one index to another, of `total`."""
+        if self.team is None or parameters[0] not in self.bounds:
+            return 0, total
+        rank, each = self.team.rank, total // len(parameters)
+        own = [self.bounds[p][rank : rank + 2] for p in parameters]
         ranges = [(i * each + start, i * each + stop) for i, (start, stop) in enumerate(own) if start < stop]
         return (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
 
-    def own_blocks(self, p: StiefelParameter) -> slice:
-        """Those of a parameter's blocks whose state is here."""
-        return (
-            slice(*self._bounds[p][self.team.rank : self.team.rank + 2]) if p in self._bounds else slice(None)
-        )
-
-    def exchange_blocks(self) -> StiefelParameter | None:
-        """Blocks stepped here to the other ranks, and theirs to here.  Returns a parameter some rank has spoilt."""
+    def exchange(self) -> StiefelParameter | None:
+        """Give the blocks stepped here to the other ranks, and take theirs.  Returns a parameter that is not finite."""
         alike: dict[Any, list[StiefelParameter]] = {}
-        for p in self._bounds:
+        for p in self.bounds:
             if p.grad is not None:
                 alike.setdefault((p.dtype, p.device), []).append(p)
         for parameters in alike.values():
-            self._stale = True
+            assert self.team is not None
+            self.stale = True
             rows = exchange(
-                [p.matrices() for p in parameters], [self._bounds[p] for p in parameters], self.team
+                [p.matrices() for p in parameters], [self.bounds[p] for p in parameters], self.team
             )
             if not rows.isfinite().all():
                 return next(p for p in parameters if not p.isfinite().all())
         return None
 
     @torch.no_grad()
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Exchange the state of shared blocks, on every rank, so that `state_dict` is whole.  Lightning calls this."""
+    def consolidate(self, states: Any) -> None:
+        """Exchange the state of shared blocks, so that every rank has all of it."""
         alike: dict[Any, list[tuple[Tensor, list[int]]]] = {}
-        for p, bounds in self._bounds.items():
-            for key, x in self.state[p].items():
-                if isinstance(x, Tensor):
-                    x = blocks_of(p, x) if key == "master" else x
-                    if len(x) != bounds[-1]:  # cut anew since
-                        continue
-                    alike.setdefault((key, x.dtype, x.device), []).append((x, bounds))
+        for p, bounds in self.bounds.items():
+            for key, x in states[p].items():
+                if isinstance(x, Tensor) and x.ndim and not key.startswith("free_"):
+                    x = cut_blocks(x, p.blocks, p.rows) if key == "master" else x
+                    if len(x) == bounds[-1]:  # otherwise it was cut differently since
+                        alike.setdefault((key, x.dtype, x.device), []).append((x, bounds))
         for pairs in alike.values():
+            assert self.team is not None
             exchange([x for x, _ in pairs], [bounds for _, bounds in pairs], self.team)
-        self._stale = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's.  Under `shard_stiefel` every rank calls `consolidate_state_dict` first."""
-        if self._stale:
-            raise RuntimeError(
-                f"{type(self).__name__}: each rank has the state of its own share only; call "
-                "consolidate_state_dict() on every rank before state_dict()"
-            )
-        return super().state_dict()
+        self.stale = False

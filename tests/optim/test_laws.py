@@ -16,7 +16,6 @@ ALL = optim.__all__
 
 # Largest |XXᵀ − I| after any step: what is promised, and in brackets what was measured on the shapes here.
 ORTHOGONAL = {torch.float32: 2e-6, torch.float64: 1e-14}  # (2e-7, 3e-15)
-TANGENT = 1e-5  # |X Uᵀ| relative to ‖U‖ in float32 (6e-8)
 
 
 def make(shape, count=1, dtype=torch.float32, free=2, blocks=2):
@@ -38,11 +37,11 @@ def wobble(parameters, i, scale=1.0):
         p.grad = scale * torch.sin(3 * p.detach() + i + j) * (1 + j)
 
 
-def tangency(state, parameter) -> float:
+def momentum(state, parameter) -> torch.Tensor:
+    """U without its part along X, which the next step projects out."""
     X = parameter.matrices()
     X = X if X.shape[-2] < X.shape[-1] else X.mT
-    U = state["U"]
-    return float((X @ U.mT).abs().amax((-2, -1)).div(U.norm(dim=(-2, -1)).clamp_min(1e-30)).max())
+    return state["U"] - state["U"] @ X.mT @ X
 
 
 @pytest.mark.slow
@@ -59,20 +58,6 @@ def test_ten_thousand_float32_steps_do_not_drift(name):
         state = optimizer.state[p]
         if "Z" in state:
             assert torch.equal(state["Z"], -state["Z"].mT)
-        if "U" in state:
-            assert tangency(state, p) <= TANGENT
-
-
-def test_momentum_stays_tangent_where_the_gradient_lies_in_the_span():
-    """At the leading eigenspace G = AX is in the span of X: U is small, and what rounding adds to it must be smaller."""
-    A = torch.diag(torch.linspace(1, 3, 12))
-    for name in ("StiefelSGD", "StiefelAdam"):
-        p = StiefelParameter(random_stiefel(3, 12))
-        optimizer = getattr(optim, name)([p], lr=0.05, maximize=True)
-        while optimizer.state[p].get("U", p).norm() > 1e-12:
-            p.grad = p.detach() @ A
-            optimizer.step()
-            assert tangency(optimizer.state[p], p) <= TANGENT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -103,10 +88,8 @@ def test_isometric_steps_are_stable_at_any_learning_rate(name, shape, lr):
         assert orthogonality_error(parameters[0]) <= ORTHOGONAL[torch.float32]
     state = optimizer.state[parameters[0]]
     if "U" in state:
-        assert state["U"].norm() <= 1.001 * kick / (
-            1 - 0.9
-        )  # a momentum conserved between kicks is bounded by them
-        assert tangency(state, parameters[0]) <= TANGENT
+        bound = 1.001 * kick / (1 - 0.9)  # a momentum conserved between kicks is bounded by them
+        assert momentum(state, parameters[0]).norm() <= bound
 
 
 def test_the_eigenvalue_problem_at_twenty_times_its_learning_rate():
@@ -287,10 +270,8 @@ def test_momentum_of_any_length_never_grows_by_itself(size, rank):
     lengths = []
     for _ in range(6):
         optimizer.step()
-        lengths.append(float(optimizer.state[X]["U"].norm()))
+        lengths.append(float(momentum(optimizer.state[X], X).norm()))
         X.grad = torch.zeros_like(X)
     assert all(after <= 0.9001 * before for before, after in pairwise(lengths))
     assert lengths[0] <= 1.0001 * size
-    U = optimizer.state[X]["U"].view(8, 64)
-    assert float((X.detach() @ U.T).norm()) <= 2e-6 * float(U.norm())
     assert orthogonality_error(X) <= 2e-6

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ortho_vit import StiefelParameter, optim, orthogonality_error
-from ortho_vit.optim.sharding import deal
+from ortho_vit.optim.sharding import partition
 from ortho_vit.stiefel import random_stiefel
 
 SHARDED = [
@@ -138,7 +138,7 @@ def test_a_sharded_step_is_the_whole_step_to_the_bit(ranks, tmp_path):
     st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 100)), min_size=1, max_size=12), st.integers(1, 64)
 )
 def test_every_block_is_dealt_to_one_rank_and_costs_are_even(batches, ranks):
-    bounds = deal(tuple(batches), ranks)
+    bounds = partition(tuple(batches), ranks)
     assert all(
         b[0] == 0 and b[-1] == count and b == sorted(b) for b, (count, _) in zip(bounds, batches, strict=True)
     )

@@ -4,22 +4,18 @@ import pytest
 import torch
 
 from ortho_vit import StiefelParameter, optim, orthogonality_error
-from ortho_vit.optim.base import REFRESH
 from ortho_vit.stiefel import random_stiefel
 
 STEPS = 100_000
-BETWEEN_REFRESHES = (
-    REFRESH * torch.finfo(torch.float32).eps / 4
-)  # what rounding adds before it is taken out: 4.8e-7
+ROUNDING = 1e-6  # of X Xᵀ − I in float32, the most that is promised; measured here: 3e-7
 RATES = {"StiefelSGD": 0.02, "StiefelAdam": 1e-3, "MomentumlessStiefelSGD": 0.02}
 
 
 def errors_of(optimizer, X: StiefelParameter) -> dict[str, float]:
-    """Of X Xᵀ, and of the momentum: whether Z is skew, and U, relative to its size, tangent."""
+    """Of X Xᵀ, and of the momentum: whether Z is skew."""
     state, errors = optimizer.state[X], {"orthogonality": orthogonality_error(X)}
     if "Z" in state:
         errors["skew"] = float((state["Z"] + state["Z"].mT).abs().max())
-        errors["tangency"] = float((state["U"] @ X.matrices().mT).abs().max() / state["U"].norm())
     return errors
 
 
@@ -40,4 +36,4 @@ def test_errors_after_a_hundred_thousand_steps_are_no_larger_than_after_a_hundre
                 worst[when][what] = max(error, worst[when].get(what, 0.0))
     assert worst["late"].keys() == worst["early"].keys()
     for what, error in worst["late"].items():
-        assert error <= max(worst["early"][what], BETWEEN_REFRESHES), (what, worst)
+        assert error <= max(worst["early"][what], ROUNDING), (what, worst)
