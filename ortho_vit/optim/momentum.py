@@ -96,7 +96,7 @@ def rate_of(A: Tensor, lr: Rate, host: bool) -> Tensor:
     """min(η, 1/σ) for each block, (B, 1, 1), with σ² = ρ(A Aᵀ) ≥ ‖A‖₂²: along it, A turns nothing by more than 45°."""
     size = frobenius(A)
     if host and lr * float(size.amax()) <= 1:  # then ησ ≤ 1
-        return A.new_full((len(A), 1, 1), lr)
+        return A.new_full((len(A), 1, 1), float(lr))
     A = A / size.clamp(min=1e-37)  # so that no fourth power overflows
     sigma = spectral_bound(symmetric_matmul(A, A.mT)).sqrt_().mul_(size)
     reach = sigma.mul_(1 - 1e-5).reciprocal_()  # rounding must not limit an ordinary step
@@ -380,7 +380,7 @@ class StiefelSGD(StiefelOptimizer):
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z",), outside=("U",))
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         options = {"momentum": group["momentum"], "dampening": group["dampening"], "flow": flow_of(group)}
         if group["integrator"] == "paper":
             printed_sgd_step(X, G, state, lr, **options)
@@ -429,7 +429,7 @@ class StiefelAdam(StiefelOptimizer):
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z", "p"), outside=("U", "q"))
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         options = {"betas": group["betas"], "eps": group["eps"], "flow": flow_of(group)}
         if group["integrator"] == "paper":
             printed_adam_step(X, G, state, lr, **options)

@@ -66,5 +66,5 @@ class MomentumlessStiefelSGD(StiefelOptimizer):
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         cayley_step(X, G, lr, host=norm is not None)

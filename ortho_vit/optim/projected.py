@@ -102,7 +102,7 @@ class ProjectedStiefelSGD(StiefelOptimizer):
     def new_state(self, X: Tensor, group: Group) -> State:
         return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         M = state["M"].mul_(group["momentum"]).sub_(G, alpha=1 - group["dampening"])
         M.copy_(projected_step(X, M, lr, None, group["cayley_steps"]))
         retract(X, state, group)
@@ -150,7 +150,7 @@ class ProjectedStiefelAdam(StiefelOptimizer):
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
         return {"m": zeros, "v": X.new_zeros(len(X), 1, 1)}
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         beta1, beta2 = group["betas"]
         c1, c2 = bias_corrections((beta1, beta2), state["step"], X.dtype)
         m = state["m"].mul_(beta1).add_(G, alpha=1 - beta1)

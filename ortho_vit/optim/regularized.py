@@ -58,7 +58,7 @@ class RegularizedSGD(StiefelOptimizer):
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         penalize(X, group["penalty"])
         self.free_rule.step([Part(X, G, state)], without_decay(group, lr), norm is None)
 
@@ -99,7 +99,7 @@ class RegularizedAdam(StiefelOptimizer):
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
         return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:  # type: ignore[no-untyped-def]
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
         penalize(X, group["penalty"])
         count = (
             state["step"].flatten()[0] - 1

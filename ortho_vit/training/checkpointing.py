@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ortho_vit.errors import DivergedError
 from ortho_vit.files import lock
 from ortho_vit.models.weights import read_checkpoint
 from ortho_vit.optim.base import all_finite
@@ -236,7 +237,7 @@ class Checkpoints(Checkpoint):
         floating = {name: value for name, value in weights.items() if value.is_floating_point()}
         if not all_finite(list(floating.values())):
             name = next(name for name, value in floating.items() if not value.isfinite().all())
-            raise FloatingPointError(
+            raise DivergedError(
                 f"{name} is not finite after step {trainer.global_step}, so no checkpoint was written and the last one "
                 "is good; lower the learning rate"
             )

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from ortho_vit.errors import DivergedError
 from ortho_vit.optim.base import all_finite
 from ortho_vit.training.ranks import gathered, largest
 from ortho_vit.training.stopping import signals
@@ -40,7 +41,7 @@ class FiniteSteps:
     """Makes the optimizer steps of a module that are finite, and counts those that are not.
 
     Args:
-        skip: whether to leave out the others, instead of raising FloatingPointError.
+        skip: whether to leave out the others, instead of raising DivergedError.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -79,7 +80,7 @@ class FiniteSteps:
     def _leave_out(self, module: L.LightningModule, seen: list[Seen]) -> None:
         problem = _problem(module, seen)
         if not self.skip:
-            raise FloatingPointError(
+            raise DivergedError(
                 f"{problem}; nothing was changed, the last checkpoint is good: lower the learning rate or mend the "
                 "data, or leave out such steps with --model.skip_nonfinite true"
             )
@@ -92,7 +93,7 @@ class FiniteSteps:
     def _wait(self, problem: str) -> None:
         self.in_a_row += 1
         if self.in_a_row >= PATIENCE:
-            raise FloatingPointError(
+            raise DivergedError(
                 f"{problem}, as in all of the last {PATIENCE} steps, so leaving them out is no cure; "
                 "the weights are as they were before: lower the learning rate or mend the data"
             )

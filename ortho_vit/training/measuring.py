@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from ortho_vit.parameter import StiefelParameter, cut_blocks, stiefel_parameters
-from ortho_vit.stiefel import is_tall, nan_first, orthogonality_error, polar
+from ortho_vit.errors import DivergedError
+from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.stiefel import nan_first, orthogonality_error, polar
 
 
 class OrthogonalityMonitor(Callback):
@@ -48,12 +49,8 @@ class OrthogonalityMonitor(Callback):
         if not parameters:
             return
         errors = {name: orthogonality_error(p) for name, p in parameters.items()}
-        tangency = dict(momentum_tangency(pl_module, trainer.optimizers))
         values = {f"orthogonality/{name}": value for name, value in errors.items()}
-        values |= {f"tangency/{name}": value for name, value in tangency.items()}
         values["orthogonality"] = max(errors.values(), key=nan_first)
-        if tangency:
-            values["tangency"] = max(tangency.values(), key=nan_first)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         trainer.callback_metrics["orthogonality"] = torch.tensor(values["orthogonality"])
@@ -62,7 +59,7 @@ class OrthogonalityMonitor(Callback):
         excess = {name: errors[name] - rounding_error(p.dtype) for name, p in parameters.items()}
         worst = max(excess, key=lambda name: nan_first(excess[name]))
         if not excess[worst] <= self.threshold:
-            raise RuntimeError(
+            raise DivergedError(
                 f"{worst} has left the manifold at step {trainer.global_step}: its orthogonality error is "
                 f"{errors[worst]:.3g}, more than the threshold {self.threshold:g} of OrthogonalityMonitor"
             )
@@ -75,23 +72,6 @@ def rounding_error(dtype: torch.dtype) -> float:
     """
     u = torch.finfo(dtype).eps / 2
     return 2 * u + u * u
-
-
-def momentum_tangency(pl_module: L.LightningModule, optimizers: Any) -> Iterator[tuple[str, float]]:
-    """The largest ‖X Uᵀ‖/‖U‖ over the blocks of each parameter whose optimizer keeps a momentum U off its span."""
-    for name, parameter in stiefel_parameters(pl_module):
-        for optimizer in optimizers:
-            state = optimizer.state.get(parameter, {})
-            U = state.get("U")
-            if isinstance(U, Tensor) and U.numel():
-                X = cut_blocks(state.get("master", parameter.detach()), parameter.blocks, parameter.rows)
-                X = (X.mT if is_tall(X) else X).flatten(0, -3)
-                own = optimizer.own_blocks(parameter)
-                X, U = X[own], U.view(X.shape)[own]
-                if not len(X):
-                    continue
-                ratio = (X @ U.mT).flatten(1).norm(dim=1) / U.flatten(1).norm(dim=1).clamp_min(1e-30)
-                yield name, ratio.max().item()
 
 
 class WeightAveraging(EMAWeightAveraging):

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
+from ortho_vit.errors import DivergedError
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import is_trial
 from ortho_vit.training.reporting import learning_rate
 
-DIVERGED = re.compile("not finite|overflowed|left the manifold")  # or a FloatingPointError
 _PROGRESS_SECONDS = 2.0
 
 
@@ -87,7 +87,7 @@ class Recorder(Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, FloatingPointError) or DIVERGED.search(str(exception)):
+        if isinstance(exception, DivergedError):
             reason = re.sub(r" with samples [\d, ]+", "", " ".join(str(exception).split()))[:200]
             self._write_result(
                 pl_module, {"status": "diverged", "step": trainer.global_step, "reason": reason}

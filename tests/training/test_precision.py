@@ -20,7 +20,7 @@ from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.optim import StiefelAdam
 from ortho_vit.parameter import cut_blocks
 from ortho_vit.training import WeightAveraging
-from ortho_vit.training.measuring import momentum_tangency, rounding_error
+from ortho_vit.training.measuring import rounding_error
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 SEEDS = range(3)
@@ -72,7 +72,6 @@ def test_bfloat16_weights_are_the_rounded_float32_masters(tmp_path):
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, master.bfloat16())
         assert orthogonality_error(cut_blocks(master, parameter.blocks, parameter.rows)) < 2e-6
-    assert max(dict(momentum_tangency(model, trainer.optimizers)).values()) < 1e-5
 
 
 def test_the_bound_on_rounding_is_one():
