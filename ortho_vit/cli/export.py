@@ -31,7 +31,7 @@ from ortho_vit.models.weights import (
     project_rounded,
 )
 from ortho_vit.resources import checkpoints_folder
-from ortho_vit.training.classifier import Classifier, class_at
+from ortho_vit.training.classifier import Classifier, check_classes, class_at, stored_classes
 from ortho_vit.training.reporting import named_for, summary
 
 PICTURES = 8
@@ -96,6 +96,7 @@ class Export:
         check_weights(self.model.model, self.name)
         self.data = self._data()
         self.model.check_data(self.data)
+        check_classes(stored_classes(self.checkpoint), self.data, options.ckpt_path)
 
     def _data(self) -> Any:
         described = self.config["data"]

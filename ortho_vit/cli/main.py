@@ -27,12 +27,12 @@ from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
-from ortho_vit.cli.run_folder import read_run, with_spec
+from ortho_vit.cli.run_folder import classes_of, read_run, with_spec
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, is_trial
-from ortho_vit.training.classifier import Classifier
+from ortho_vit.training.classifier import Classifier, check_classes
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
 from ortho_vit.training.reporting import History, describe, named_for, preview, progress_bar, summary
@@ -244,8 +244,11 @@ class CommandLine(LightningCLI):
                 f"{config.model.hparams['weights']} has a head for other classes than the data's {self.model.num_classes}; "
                 "fine-tune it first, or give data of its own classes"
             )
+        weights = config.model.hparams["weights"]
         if path := config.ckpt_path:  # before the run has a folder
-            self.model.check_checkpoint(read_run(path), path)
+            self.model.check_checkpoint(read_run(path), path, self.datamodule)
+        elif self.subcommand != "fit" and weights is not None:
+            check_classes(classes_of(weights), self.datamodule, weights)
         super()._run_subcommand(str(self.subcommand))
 
     def fit(self, **kwargs: Any) -> None:

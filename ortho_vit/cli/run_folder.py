@@ -5,9 +5,10 @@ from typing import Any
 
 import yaml
 
-from ortho_vit.errors import UsageError
-from ortho_vit.models import ModelSpec
-from ortho_vit.models.weights import read_checkpoint
+from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.models import ModelSpec, find_checkpoint
+from ortho_vit.models.weights import PICKLED, read_checkpoint
+from ortho_vit.training.classifier import stored_classes
 
 
 def read_run(path: str) -> dict[str, Any]:
@@ -26,6 +27,16 @@ def read_run(path: str) -> dict[str, Any]:
         raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
     model = {key: value for key, value in stored.items() if not key.startswith("_")}
     return checkpoint | {"hyper_parameters": with_spec(model, path)}
+
+
+def classes_of(weights: str) -> list[str] | None:
+    """The names of the classes that weights were trained on, from their card or run checkpoint, where they have one."""
+    try:
+        if Path(weights).suffix in PICKLED:
+            return stored_classes(read_checkpoint(weights))
+        return list(find_checkpoint(weights).card.classes)
+    except CheckpointError:  # weights without a card
+        return None
 
 
 def with_spec(model: dict[str, Any], source: str) -> dict[str, Any]:
