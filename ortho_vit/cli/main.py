@@ -23,15 +23,16 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
+from ortho_vit.cli.changes import Changes, check_changes, find_changes, record_changes
+from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes, take_option
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
-from ortho_vit.cli.run_folder import classes_of, read_run, with_spec
+from ortho_vit.cli.run_folder import classes_of, read_config, read_run, run_of, with_spec
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
-from ortho_vit.training.checkpointing import Checkpoints, is_trial
+from ortho_vit.training.checkpointing import Checkpoints, is_trial, refuse_to_lose_steps
 from ortho_vit.training.classifier import Classifier, check_classes
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
@@ -68,6 +69,9 @@ class CommandLine(LightningCLI):
             arguments = ["fit", *arguments]
         self._chosen, self._arguments = arguments[0], arguments
         self._is_new = False  # whether a folder has to be created for the run
+        self._checkpoint: dict[str, Any] = {}  # the one that is resumed or evaluated
+        self._allowed: list[str] = []  # changes of a run that is resumed
+        self._changes: Changes = {}
         if self._chosen not in SUBCOMMANDS:
             raise UsageError(f"unknown sub-command {self._chosen!r}; there are {', '.join(SUBCOMMANDS)}")
         quiet = {"exit_on_error": False}
@@ -97,6 +101,12 @@ class CommandLine(LightningCLI):
         parser.add_argument(
             "--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end"
         )
+        parser.add_argument(
+            "--allow_changes",
+            type=str | None,
+            default=None,
+            help="options that may differ from those of the run that is resumed: data.batch_size,trainer.precision",
+        )
         if self._chosen != "fit":
             parser.add_argument(
                 "--weights", type=str | None, default=None, help="weights of the zoo, with model and data"
@@ -112,10 +122,18 @@ class CommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         subcommand, files = self._chosen, config_files(args)
+        allowed, args = take_option(args, "--allow_changes")
+        self._allowed = allowed.split(",") if allowed else []
         self._parse(parser, expand_card(expand(args), subcommand), subcommand)
         config = self.config[subcommand]
         if config.get("weights") or config.get("pictures"):  # abbreviated, or in a file
             raise UsageError("write --weights and --pictures out, on the command line")
+        if config.allow_changes:
+            raise UsageError(
+                "write --allow_changes out, on the command line: a file would allow them for ever"
+            )
+        if allowed and subcommand != "fit":
+            raise UsageError(f"--allow_changes is for fit with --ckpt_path, not for {subcommand}")
         config.name = config.name or _name_of(files)
         if Path(config.name).is_absolute() or ".." in Path(config.name).parts:
             raise UsageError(
@@ -128,7 +146,26 @@ class CommandLine(LightningCLI):
                     f"{subcommand} needs trained weights: give --weights NAME, --ckpt_path FILE.ckpt or --model.weights FILE"
                 )
             return
-        self._take_over(subcommand, _stored(path, subcommand), path)
+        self._checkpoint = _stored(path, subcommand)
+        if subcommand == "fit":
+            refuse_to_lose_steps(path)
+            self._compare(path)
+        self._take_over(subcommand, self._checkpoint["hyper_parameters"], path)
+
+    def _compare(self, path: str) -> None:
+        """Refuse to resume as another run than the `config.yaml` beside the checkpoint describes."""
+        config, run = self.config["fit"], run_of(path)
+        if run is None or config.get("data") is None:
+            return
+        ours = self._plain(config)
+        if isinstance(ours.get("seed_everything"), bool):  # any seed, or none
+            ours["seed_everything"] = read_config(run / "config.yaml").get("seed_everything")
+        self._changes = find_changes(run, ours)
+        check_changes(self._changes, self._allowed, path)
+
+    def _plain(self, config: Any) -> dict[str, Any]:
+        """A configuration as plain values."""
+        return yaml.safe_load(self._parser(self._chosen).dump(config, skip_none=False, skip_validation=True))
 
     def _parse(self, parser: LightningArgumentParser, arguments: list[str], subcommand: str) -> None:
         try:
@@ -158,10 +195,7 @@ class CommandLine(LightningCLI):
         refuse_classes(stored.get("model_kwargs"), path)
         config = self.config[subcommand]
         if subcommand == "fit":
-            ours = yaml.safe_load(
-                self._parser(subcommand).dump(config, skip_none=False, skip_validation=True)
-            )["model"]
-            ours = with_spec(ours, "model")
+            ours = with_spec(self._plain(config)["model"], "model")
             different = [
                 f"{key} was {old}, now {new}"
                 for key, old, new in _differences(ours, stored)
@@ -211,12 +245,13 @@ class CommandLine(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init[self.subcommand]
         trainer, fitting = config.trainer, self.subcommand == "fit"
+        kwargs |= launched_processes(trainer.devices, trainer.num_nodes)
         if trainer.logger is None or trainer.logger is True:
             folder, name, version = trainer.default_root_dir, config.name, None
             self._is_new = fitting
             if fitting and config.ckpt_path:
-                run = Path(config.ckpt_path).absolute().parent.parent
-                if (run / "config.yaml").is_file():  # continue where it was
+                run = run_of(config.ckpt_path)
+                if run is not None:  # continue where it was
                     folder, name, version, self._is_new = run.parent, "", run.name, False
             kwargs["logger"] = fitting and TensorBoardLogger(folder, name, version, default_hp_metric=False)
         return super().instantiate_trainer(**kwargs)
@@ -246,7 +281,8 @@ class CommandLine(LightningCLI):
             )
         weights = config.model.hparams["weights"]
         if path := config.ckpt_path:  # before the run has a folder
-            self.model.check_checkpoint(read_run(path), path, self.datamodule)
+            self.model.check_checkpoint(self._checkpoint, path, self.datamodule)
+            self.model.new_seed = "seed_everything" in self._allowed
         elif self.subcommand != "fit" and weights is not None:
             check_classes(classes_of(weights), self.datamodule, weights)
         super()._run_subcommand(str(self.subcommand))
@@ -262,6 +298,9 @@ class CommandLine(LightningCLI):
         checkpoints: Checkpoints = config.checkpoints
         if self.trainer.is_global_zero and not is_trial(self.trainer):
             self._claim_folder(checkpoints)
+            if self._changes:
+                run = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+                record_changes(run, self._changes, self._checkpoint["global_step"])
         self.trainer.fit(**kwargs)
         results: dict[str, Any] = {}
         if config.test_after_fit and not is_trial(self.trainer):
@@ -365,6 +404,26 @@ def _check_trainer(trainer: Any) -> None:
             raise UsageError(f"trainer.{name} must be positive, got {value}")
 
 
+def launched_processes(devices: Any, num_nodes: int) -> dict[str, int]:
+    """The trainer's devices and nodes under torchrun, which has started the processes already.
+
+    Raises UsageError where the configuration says otherwise: each process would train a copy of its own.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if str(devices) not in ("auto", "-1", "None"):
+        asked = len(devices) if isinstance(devices, list) else str(devices).count(",") + 1
+        asked = int(devices) if asked == 1 and str(devices).isdecimal() else asked
+        if asked * num_nodes != world:
+            raise UsageError(
+                f"torchrun has started {world} processes, but trainer.devices is {devices} and trainer.num_nodes "
+                f"{num_nodes}: give --trainer.devices {local} --trainer.num_nodes {world // local}"
+            )
+        return {}
+    return {"devices": local, "num_nodes": world // local}
+
+
 def _name_of(files: list[Path]) -> str:
     """A run is called as its first configuration file, with the folders it lies in below `configs`."""
     if not files:
@@ -376,13 +435,13 @@ def _name_of(files: list[Path]) -> str:
 
 
 def _stored(path: str, subcommand: str) -> dict[str, Any]:
-    """The model's hyper-parameters in a checkpoint of ours."""
+    """A checkpoint of ours; to resume it, one with an optimizer."""
     checkpoint = read_run(path)
     if subcommand == "fit" and not checkpoint.get("optimizer_states"):
         raise UsageError(
             f"{path} holds weights but no optimizer, so it cannot be resumed: give it as --model.weights"
         )
-    return checkpoint["hyper_parameters"]
+    return checkpoint
 
 
 def _carry_over(ours: dict[str, Any], stored: dict[str, Any]) -> None:

@@ -47,6 +47,12 @@ def with_spec(model: dict[str, Any], source: str) -> dict[str, Any]:
         raise UsageError(f"{source}: {error}") from error
 
 
+def run_of(path: str) -> Path | None:
+    """The folder of the run that wrote a checkpoint, if it has its `config.yaml`."""
+    run = Path(path).absolute().parent.parent
+    return run if (run / "config.yaml").is_file() else None
+
+
 def config_beside(path: str) -> Path:
     """The `config.yaml` of a checkpoint: in its folder, or in the one above, where a run keeps it."""
     folders = Path(path).absolute().parent, Path(path).absolute().parent.parent

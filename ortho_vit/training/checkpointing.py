@@ -17,7 +17,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ortho_vit.errors import DivergedError
+from ortho_vit.errors import DivergedError, UsageError
 from ortho_vit.files import lock
 from ortho_vit.models.weights import read_checkpoint
 from ortho_vit.optim.base import all_finite
@@ -161,6 +161,8 @@ class Checkpoints(Checkpoint):
                 f"{last} is there already; nothing was overwritten.  "
                 f"Continue it with --ckpt_path {last}, or choose another --name or --trainer.default_root_dir"
             )
+        if resumed is not None:
+            refuse_to_lose_steps(resumed)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -247,6 +249,20 @@ class Checkpoints(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_score, self._saved_step = state_dict["best_score"], state_dict["step"]
+
+
+def refuse_to_lose_steps(resumed: str | Path) -> None:
+    """Raise UsageError where the run has a `last.ckpt` of more steps, which resuming from an earlier one would replace."""
+    resumed = Path(resumed)
+    last = resumed.with_name("last.ckpt")
+    if not last.is_file() or last.samefile(resumed):
+        return
+    steps, kept = (read_checkpoint(path).get("global_step", 0) for path in (resumed, last))
+    if kept > steps:
+        raise UsageError(
+            f"{resumed} is of step {steps:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
+            f"--ckpt_path {last}, or start a new run from its weights with --model.weights {resumed}"
+        )
 
 
 def _is_stopping(trainer: L.Trainer) -> bool:

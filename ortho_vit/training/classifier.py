@@ -146,6 +146,7 @@ class Classifier(L.LightningModule):
         self.classes: list[str] | None = (
             None  # the names of the classes it was trained on, where they are known
         )
+        self.new_seed = False  # whether a resumed run takes this process's seed instead of the checkpoint's
         self._seed: int | None = None
         self._means: dict[str, Any] = {}  # of the epoch that a resumed run is in
 
@@ -372,7 +373,8 @@ class Classifier(L.LightningModule):
                 "same bits as with that version"
             )
         if saved:
-            self._seed, self._means = saved["seed"], saved.get("means", {})
+            self._seed = None if self.new_seed else saved["seed"]
+            self._means = saved.get("means", {})
             if "steps" in saved:
                 self.steps.load_state_dict(saved["steps"])
 
