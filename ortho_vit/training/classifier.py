@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -365,6 +366,8 @@ class Classifier(L.LightningModule):
         self.check_checkpoint(checkpoint, source, data)
         saved = checkpoint.get("ortho_vit") or {}
         self.classes = stored_classes(checkpoint) or self.classes
+        if trainer is not None and isinstance(trainer.precision_plugin, DoublePrecision):
+            self.double()  # Lightning does so after the weights are loaded, and they would be rounded to float32
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         if saved.get("numerics") != NUMERICS:
