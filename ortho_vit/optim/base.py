@@ -69,7 +69,8 @@ class StiefelOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # of an earlier version
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != "differentiable":  # which torch adds to the defaults when a state is loaded
+                    group.setdefault(key, value)
 
     # ------------------------------------------------------------------------------------------ what a family defines
 

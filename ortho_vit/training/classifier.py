@@ -42,6 +42,7 @@ from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
 from ortho_vit.training.compile import compile_model
 from ortho_vit.training.finite_steps import FiniteSteps, Seen
+from ortho_vit.training.measuring import put_on_manifold
 from ortho_vit.training.metrics import Mean, restore, state_of
 from ortho_vit.training.schedule import warmup_cosine
 from ortho_vit.training.stopping import StopOnSignal
@@ -179,6 +180,10 @@ class Classifier(L.LightningModule):
             f"{type(self.trainer.strategy).__name__} cuts parameters apart, orthonormal blocks too; "
             "use trainer.strategy=ddp, or set model.constraint to null",
         )
+        if isinstance(self.trainer.precision_plugin, DoublePrecision):
+            self.double()  # Lightning converts after a checkpoint is loaded, which would round it to float32
+            if stage == "fit":
+                put_on_manifold(self.model)  # to the precision of float64
         if self._compile and stage == "fit":
             compile_model(self.model, self.trainer.strategy.root_device)
             self._compile = False  # once
@@ -366,8 +371,6 @@ class Classifier(L.LightningModule):
         self.check_checkpoint(checkpoint, source, data)
         saved = checkpoint.get("ortho_vit") or {}
         self.classes = stored_classes(checkpoint) or self.classes
-        if trainer is not None and isinstance(trainer.precision_plugin, DoublePrecision):
-            self.double()  # Lightning does so after the weights are loaded, and they would be rounded to float32
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         if saved.get("numerics") != NUMERICS:
