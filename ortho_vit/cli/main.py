@@ -12,14 +12,16 @@ import shlex
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -32,11 +34,21 @@ from ortho_vit.cli.run_folder import classes_of, read_config, read_run, run_of, 
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
-from ortho_vit.training.checkpointing import Checkpoints, is_trial, refuse_to_lose_steps
+from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
 from ortho_vit.training.classifier import Classifier, check_classes
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
-from ortho_vit.training.reporting import History, describe, named_for, preview, progress_bar, summary
+from ortho_vit.training.reporting import (
+    DataLine,
+    History,
+    TensorBoard,
+    describe,
+    named_for,
+    preview,
+    progress_bar,
+    quiet_writer,
+    summary,
+)
 from ortho_vit.training.stopping import Stopped, signals
 
 MAY_CHANGE = (
@@ -69,9 +81,11 @@ class CommandLine(LightningCLI):
             arguments = ["fit", *arguments]
         self._chosen, self._arguments = arguments[0], arguments
         self._is_new = False  # whether a folder has to be created for the run
-        self._checkpoint: dict[str, Any] = {}  # the one that is resumed or evaluated
+        self._data: Any = None  # where it was needed for the number of classes
+        self._preloaded: Preloaded | None = None  # the checkpoint that is resumed or evaluated
         self._allowed: list[str] = []  # changes of a run that is resumed
         self._changes: Changes = {}
+        self._step = 0  # of the checkpoint
         if self._chosen not in SUBCOMMANDS:
             raise UsageError(f"unknown sub-command {self._chosen!r}; there are {', '.join(SUBCOMMANDS)}")
         quiet = {"exit_on_error": False}
@@ -146,11 +160,11 @@ class CommandLine(LightningCLI):
                     f"{subcommand} needs trained weights: give --weights NAME, --ckpt_path FILE.ckpt or --model.weights FILE"
                 )
             return
-        self._checkpoint = _stored(path, subcommand)
+        self._preloaded = Preloaded(Path(path), partial(_stored, subcommand=subcommand))
         if subcommand == "fit":
             refuse_to_lose_steps(path)
             self._compare(path)
-        self._take_over(subcommand, self._checkpoint["hyper_parameters"], path)
+        self._take_over(subcommand, self._preloaded.content["hyper_parameters"], path)
 
     def _compare(self, path: str) -> None:
         """Refuse to resume as another run than the `config.yaml` beside the checkpoint describes."""
@@ -231,13 +245,26 @@ class CommandLine(LightningCLI):
             raise UsageError("no data: give --data, such as ortho_vit.data.Digits")
         if self.subcommand == "fit":
             _check_trainer(config.trainer)
+        _check_evaluation(str(self.subcommand), config)
         if config.model.num_classes is None:
-            data = instantiate_class((), config.data.as_dict())
+            parser = self._parser(self.subcommand)
+            found = parser.instantiate_classes(Namespace(data=config.data), instantiate_groups=False)
+            self._data = data = found.data
             if not hasattr(data, "num_classes"):
                 raise UsageError(
                     f"{type(data).__name__} does not say how many classes it has: give --model.num_classes"
                 )
             config.model.num_classes = data.num_classes
+
+    def instantiate_classes(self) -> None:
+        """The data module is built once: where it is there already, it stands in for its description."""
+        config = self.config[self.subcommand]
+        described = config.data
+        config.data = described if self._data is None else self._data
+        try:
+            super().instantiate_classes()
+        finally:
+            config.data = described
 
     def after_instantiate_classes(self) -> None:
         self.model.check_data(self.datamodule)
@@ -253,13 +280,13 @@ class CommandLine(LightningCLI):
                 run = run_of(config.ckpt_path)
                 if run is not None:  # continue where it was
                     folder, name, version, self._is_new = run.parent, "", run.name, False
-            kwargs["logger"] = fitting and TensorBoardLogger(folder, name, version, default_hp_metric=False)
+            kwargs["logger"] = fitting and TensorBoard(folder, name, version, default_hp_metric=False)
         return super().instantiate_trainer(**kwargs)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Those that tell come after those that measure."""
+        """Reporting callbacks run after the callbacks that compute metrics."""
         self.history = History()
-        callbacks = [*callbacks, self.history]
+        callbacks = [*callbacks, DataLine(), self.history]
         if config["logger"] and not config["fast_dev_run"]:
             callbacks.append(LearningRateMonitor(logging_interval="step"))
         if config["enable_progress_bar"] is not False:
@@ -281,7 +308,10 @@ class CommandLine(LightningCLI):
             )
         weights = config.model.hparams["weights"]
         if path := config.ckpt_path:  # before the run has a folder
-            self.model.check_checkpoint(self._checkpoint, path, self.datamodule)
+            assert self._preloaded is not None
+            self.model.check_checkpoint(self._preloaded.content, path, self.datamodule)
+            self._step = self._preloaded.content["global_step"]
+            config.checkpoints.preloaded, self._preloaded = self._preloaded, None
             self.model.new_seed = "seed_everything" in self._allowed
         elif self.subcommand != "fit" and weights is not None:
             check_classes(classes_of(weights), self.datamodule, weights)
@@ -289,18 +319,20 @@ class CommandLine(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         config = self.config_init[self.subcommand]
-        self._say(describe(self.model.model, config.model.hparams["name"]))
+        self._say(describe(self.model.model, config.model.hparams["name"], self.model.hparams["optimizer"]))
         if (
             self.trainer.world_size == 1
         ):  # data that is missing or damaged is known before the run has a folder
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
+            if config.test_after_fit:
+                self._require_test_set()
         checkpoints: Checkpoints = config.checkpoints
         if self.trainer.is_global_zero and not is_trial(self.trainer):
             self._claim_folder(checkpoints)
             if self._changes:
                 run = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-                record_changes(run, self._changes, self._checkpoint["global_step"])
+                record_changes(run, self._changes, self._step)
         self.trainer.fit(**kwargs)
         results: dict[str, Any] = {}
         if config.test_after_fit and not is_trial(self.trainer):
@@ -318,6 +350,16 @@ class CommandLine(LightningCLI):
             command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
             self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
 
+    def _require_test_set(self) -> None:
+        """Raise UsageError where the test at the end would have nothing to test on."""
+        self.datamodule.setup("test")
+        test_set = getattr(self.datamodule, "test_set", None)
+        if test_set is not None and not len(test_set):
+            raise UsageError(
+                f"{type(self.datamodule).__name__} has no images to test on: set data.val_size, add a test set, or set "
+                "test_after_fit to false"
+            )
+
     def _claim_folder(self, checkpoints: Checkpoints) -> None:
         """Before anything is written, and before other processes are started; they ask this one where to write."""
         logger, trainer = self.trainer.logger, self.trainer
@@ -325,7 +367,7 @@ class CommandLine(LightningCLI):
             assert isinstance(logger, TensorBoardLogger)
             folder = next_folder(Path(logger.root_dir), "version_")
             version = int(folder.name.removeprefix("version_"))
-            trainer.logger = logger = TensorBoardLogger(
+            trainer.logger = logger = TensorBoard(
                 logger.save_dir, logger.name, version, default_hp_metric=False
             )
         if logger is None:
@@ -402,6 +444,17 @@ def _check_trainer(trainer: Any) -> None:
         value = getattr(trainer, name)
         if isinstance(value, int | float) and value == 0:
             raise UsageError(f"trainer.{name} must be positive, got {value}")
+
+
+def _check_evaluation(subcommand: str, config: Any) -> None:
+    """Refuse to evaluate nothing, before the training that comes first."""
+    part = {"fit": "test" if config.test_after_fit else None, "validate": "val"}.get(subcommand, subcommand)
+    if part is None:
+        return
+    value = config.trainer[f"limit_{part}_batches"]
+    if value is not None and value == 0:
+        remedy = ", or set test_after_fit to false" if subcommand == "fit" else ""
+        raise UsageError(f"trainer.limit_{part}_batches must be positive, got {value}{remedy}")
 
 
 def launched_processes(devices: Any, num_nodes: int) -> dict[str, int]:
@@ -495,7 +548,7 @@ def main(arguments: list[str]) -> int:
     """Run a command; the exit code."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with signals.handled(), warnings.catch_warnings():
+    with signals.handled(), warnings.catch_warnings(), quiet_writer():
         if not sys.warnoptions:
             warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
             warnings.filterwarnings(

@@ -6,8 +6,10 @@ A run that a signal stops writes one where it stops.  While a run goes on, no ot
 """
 
 import contextlib
+import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -23,6 +25,8 @@ from ortho_vit.models.weights import read_checkpoint
 from ortho_vit.optim.base import all_finite
 from ortho_vit.training.stopping import signals
 
+SMALL = 2**20  # bytes: a disk with less room than that is full
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames, and reads with `weights_only=True`.
@@ -31,23 +35,58 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     be interrupted.
     """
 
-    loaded: Path | None = None  # what was read last
+    def __init__(self, preloaded: "Preloaded | None" = None) -> None:
+        super().__init__()
+        self.loaded: Path | None = None  # what was read last
+        self._preloaded = preloaded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        with open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        try:
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
+            problem = _not_written(path, error)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)  # a disk that is full should not stay so
+            raise OSError(problem) from error
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         self.loaded = Path(path)
+        preloaded, self._preloaded = self._preloaded, None
+        if preloaded is not None and preloaded.is_current(self.loaded) and str(map_location) == "cpu":
+            return preloaded.content
         return read_checkpoint(path, map_location)
+
+
+class Preloaded:
+    """A checkpoint that is read before the trainer asks for it, and the state of its file then.
+
+    Args:
+        read: what reads it.
+    """
+
+    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]] = read_checkpoint) -> None:
+        self._state = self._look(path)
+        self.content = read(str(path))
+
+    def is_current(self, path: Path) -> bool:
+        """Whether `path` is still the file that was read."""
+        return self._look(path) == self._state
+
+    @staticmethod
+    def _look(path: Path) -> tuple[int, ...] | None:
+        if not path.is_file():
+            return None
+        found = path.stat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Checkpoints(Checkpoint):
@@ -71,6 +110,7 @@ class Checkpoints(Checkpoint):
         self.monitor, self.mode, self.every_n_steps = monitor, mode, every_n_steps
         self.best_score: float | None = None
         self.folder: Path | None = None
+        self.preloaded: Preloaded | None = None  # what the trainer is going to load, if it was read already
         self._io = AtomicCheckpointIO()
         self._validated = False
         self._saved_step = -1
@@ -112,7 +152,7 @@ class Checkpoints(Checkpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         """For processes that are spawned: the lock remains with the one that starts them."""
-        return self.__dict__ | {"_lock": None}
+        return self.__dict__ | {"_lock": None, "preloaded": None}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -148,7 +188,8 @@ class Checkpoints(Checkpoint):
         return path if path and path.is_file() else None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO()
+        trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO(self.preloaded)
+        self.preloaded = None
         if stage == "fit" and not is_trial(trainer):
             run = Path(trainer.log_dir or trainer.default_root_dir)
             self._claim_for_all(trainer, run)
@@ -263,6 +304,22 @@ def refuse_to_lose_steps(resumed: str | Path) -> None:
             f"{resumed} is of step {steps:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
             f"--ckpt_path {last}, or start a new run from its weights with --model.weights {resumed}"
         )
+
+
+def _not_written(path: Path, error: Exception) -> str:
+    """Why a file could not be written, and how much room its disk has."""
+    disk = path.parent.resolve()
+    while not os.path.ismount(disk):
+        disk = disk.parent
+    free = shutil.disk_usage(disk).free
+    errors = [error, error.__cause__, error.__context__]
+    full = any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in errors) or free < SMALL
+    reason = "the disk is full" if full else getattr(error, "strerror", None) or " ".join(str(error).split())
+    before = "the one before is kept" if path.is_file() else "nothing was kept"
+    return (
+        f"{path} could not be written: {reason} ({disk} has {free / 2**20:,.0f} MiB free); {before}.  Make room, or "
+        "choose another disk with --trainer.default_root_dir"
+    )
 
 
 def _is_stopping(trainer: L.Trainer) -> bool:

@@ -4,10 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ortho_vit.cli.main import launched_processes, main
+from ortho_vit.data import Digits
 from ortho_vit.errors import UsageError
 from ortho_vit.training.checkpointing import refuse_to_lose_steps
 from tests.helpers.small_run import digits, make_classifier, make_trainer
@@ -174,3 +177,61 @@ def test_without_torchrun_devices_are_the_users(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as Lightning sets it for the processes that it starts
     assert launched_processes("auto", 1) == {}
+
+
+# ------------------------------------------------------------------------------- known before anything is trained
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "fit --test_after_fit true --trainer.limit_test_batches 0",
+            "limit_test_batches must be positive, got 0",
+        ),
+        (
+            "test --ckpt_path last --trainer.limit_test_batches 0",
+            "limit_test_batches must be positive, got 0",
+        ),
+        (
+            "validate --ckpt_path last --trainer.limit_val_batches 0.0",
+            "limit_val_batches must be positive, got 0",
+        ),
+        (
+            "predict --ckpt_path last --trainer.limit_predict_batches 0",
+            "limit_predict_batches must be positive",
+        ),
+    ],
+)
+def test_to_evaluate_nothing_is_refused(folder, capsys, command, message):
+    refused([*command.split(), "--config", "run.yaml"], message, capsys)
+
+
+def test_a_test_at_the_end_needs_images(folder, capsys):
+    generator = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (folder / "images" / name).mkdir(parents=True)
+        for number in range(4):
+            pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"images/{name}/{number}.png")
+    data = "--data ImageFolder --data.root images --data.image_size 32 --data.val_size 0 --data.limit 8"
+    model = "--model.name ortho_vit_pico --test_after_fit true"
+    arguments = ["--config", "run.yaml", *data.split(), *model.split()]
+    refused(arguments, "ImageFolder has no images to test on: set data.val_size", capsys, code=1)
+
+
+def test_data_is_built_once_and_a_checkpoint_read_once(folder, monkeypatch, capsys):
+    built, reads = [], []
+    initialise, load = Digits.__init__, torch.load
+    monkeypatch.setattr(
+        Digits, "__init__", lambda self, *a, **k: (built.append(self), initialise(self, *a, **k))[1]
+    )
+    monkeypatch.setattr(torch, "load", lambda *a, **k: (reads.append(a), load(*a, **k))[1])
+    assert main(AGAIN) == 0
+    assert (len(built), len(reads)) == (1, 1)
+    output = capsys.readouterr().out
+    assert "Digits: 10 classes" in output
+    assert "weights moved by StiefelSGD, the rest by SGD" in output
+    assert main(["--config", "run.yaml", "--name", "new"]) == 0
+    assert len(built) == 2
+    assert "class_path: ortho_vit.data.Digits" in Path("runs/new/version_0/config.yaml").read_text()

@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from ortho_vit.cli.main import main
 from ortho_vit.files import lock, next_folder, try_lock
-from ortho_vit.training import Checkpoints
+from ortho_vit.training import AtomicCheckpointIO, Checkpoints
+from ortho_vit.training.checkpointing import Preloaded
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -197,3 +198,36 @@ def test_two_runs_that_start_together_have_a_folder_each(folder):
         assert f"seed_everything: {last['ortho_vit']['seed']}\n" in (version / "config.yaml").read_text()
         assert len(list(version.glob("events.*"))) == 1
     assert seeds == {1, 2}
+
+
+# ------------------------------------------------------------------------------------------------------- disks
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named_and_not_kept_full(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, path)
+    before = path.read_bytes()
+    (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"last.ckpt could not be written: the disk is full \(/.* has .* free\)"
+    ) as error:
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(100_000)}, path)
+    assert "the one before is kept" in str(error.value)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"last.ckpt": before}
+
+
+def test_a_checkpoint_that_was_read_is_read_again_only_if_it_has_changed(tmp_path, monkeypatch):
+    path, reads = tmp_path / "last.ckpt", []
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"a": 1}, path)
+
+    def read(path, map_location="cpu"):
+        reads.append(path)
+        return {"read": len(reads)}
+
+    monkeypatch.setattr("ortho_vit.training.checkpointing.read_checkpoint", read)
+    preloaded = Preloaded(path, read)
+    assert AtomicCheckpointIO(preloaded).load_checkpoint(path) == {"read": 1}
+    io.save_checkpoint({"a": 2}, path)
+    assert AtomicCheckpointIO(preloaded).load_checkpoint(path) == {"read": 2}
