@@ -18,10 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 import yaml
-from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -247,9 +246,12 @@ class CommandLine(LightningCLI):
             _check_trainer(config.trainer)
         _check_evaluation(str(self.subcommand), config)
         if config.model.num_classes is None:
-            parser = self._parser(self.subcommand)
-            found = parser.instantiate_classes(Namespace(data=config.data), instantiate_groups=False)
-            self._data = data = found.data
+            described = config.data.as_dict()
+            data = instantiate_class((), described)
+            if "class_path" not in str(
+                described.get("init_args")
+            ):  # objects among them are the parser's to build
+                self._data = data
             if not hasattr(data, "num_classes"):
                 raise UsageError(
                     f"{type(data).__name__} does not say how many classes it has: give --model.num_classes"
@@ -257,14 +259,16 @@ class CommandLine(LightningCLI):
             config.model.num_classes = data.num_classes
 
     def instantiate_classes(self) -> None:
-        """The data module is built once: where it is there already, it stands in for its description."""
+        """The data module is built once: the parser leaves it out where it is there already."""
         config = self.config[self.subcommand]
         described = config.data
-        config.data = described if self._data is None else self._data
+        if self._data is not None:
+            config.data = None
         try:
             super().instantiate_classes()
         finally:
             config.data = described
+        self.datamodule = self.datamodule or self._data
 
     def after_instantiate_classes(self) -> None:
         self.model.check_data(self.datamodule)
