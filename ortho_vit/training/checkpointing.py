@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -43,18 +43,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            with open(partial, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
-            problem = _not_written(path, error)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)  # a disk that is full should not stay so
-            raise OSError(problem) from error
+        with _replacing(path) as partial, open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
@@ -306,6 +298,20 @@ def refuse_to_lose_steps(resumed: str | Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """The name of a file that replaces `path` at the end; where it cannot be written, it is removed and `path` kept."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
+        problem = _not_written(path, error)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(problem) from error
+
+
 def _not_written(path: Path, error: Exception) -> str:
     """Why a file could not be written, and how much room its disk has."""
     disk = path.parent.resolve()
@@ -333,12 +339,10 @@ def is_trial(trainer: L.Trainer) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A second name for a file that is never written in place, or where there are no such names a copy."""
-    partial = target.with_name(f".{target.name}.partial")
-    with contextlib.suppress(FileNotFoundError):
-        partial.unlink()
-    try:
-        os.link(source, partial)
-    except OSError:
-        shutil.copyfile(source, partial)
-    os.replace(partial, target)
+    """A hard link, as checkpoints are never modified in place, or a copy where the file system has no links."""
+    with _replacing(target) as partial:
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)
