@@ -31,8 +31,8 @@ from ortho_vit.models.weights import (
     project_rounded,
 )
 from ortho_vit.resources import checkpoints_folder
-from ortho_vit.training.classifier import Classifier, class_at
-from ortho_vit.training.reporting import named_for, summary
+from ortho_vit.training.classifier import Classifier, check_classes, class_at, stored_classes
+from ortho_vit.training.reporting import DataLine, named_for, summary
 
 PICTURES = 8
 PLACES = ("download", "num_workers", "predict_root")  # of a data module, and no part of the recipe
@@ -96,6 +96,7 @@ class Export:
         check_weights(self.model.model, self.name)
         self.data = self._data()
         self.model.check_data(self.data)
+        check_classes(stored_classes(self.checkpoint), self.data, options.ckpt_path)
 
     def _data(self) -> Any:
         described = self.config["data"]
@@ -114,7 +115,7 @@ class Export:
     def run(self) -> None:
         trainer = L.Trainer(
             devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
-            enable_progress_bar=False,
+            enable_progress_bar=False, callbacks=[DataLine()],
         )  # fmt: skip
         results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
         results = named_for(self.data, dict(results))

@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,30 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes
+from ortho_vit.cli.changes import Changes, check_changes, find_changes, record_changes
+from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes, take_option
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
-from ortho_vit.cli.run_folder import read_run, with_spec
+from ortho_vit.cli.run_folder import classes_of, read_config, read_run, run_of, with_spec
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
-from ortho_vit.training.checkpointing import Checkpoints, is_trial
-from ortho_vit.training.classifier import Classifier
+from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
+from ortho_vit.training.classifier import Classifier, check_classes
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
-from ortho_vit.training.reporting import History, describe, named_for, preview, progress_bar, summary
+from ortho_vit.training.reporting import (
+    DataLine,
+    History,
+    TensorBoard,
+    describe,
+    named_for,
+    preview,
+    progress_bar,
+    quiet_writer,
+    summary,
+)
 from ortho_vit.training.stopping import Stopped, signals
 
 MAY_CHANGE = (
@@ -68,6 +80,11 @@ class CommandLine(LightningCLI):
             arguments = ["fit", *arguments]
         self._chosen, self._arguments = arguments[0], arguments
         self._is_new = False  # whether a folder has to be created for the run
+        self._data: Any = None  # where it was needed for the number of classes
+        self._preloaded: Preloaded | None = None  # the checkpoint that is resumed or evaluated
+        self._allowed: list[str] = []  # changes of a run that is resumed
+        self._changes: Changes = {}
+        self._step = 0  # of the checkpoint
         if self._chosen not in SUBCOMMANDS:
             raise UsageError(f"unknown sub-command {self._chosen!r}; there are {', '.join(SUBCOMMANDS)}")
         quiet = {"exit_on_error": False}
@@ -97,6 +114,12 @@ class CommandLine(LightningCLI):
         parser.add_argument(
             "--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end"
         )
+        parser.add_argument(
+            "--allow_changes",
+            type=str | None,
+            default=None,
+            help="options that may differ from those of the run that is resumed: data.batch_size,trainer.precision",
+        )
         if self._chosen != "fit":
             parser.add_argument(
                 "--weights", type=str | None, default=None, help="weights of the zoo, with model and data"
@@ -112,10 +135,18 @@ class CommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         subcommand, files = self._chosen, config_files(args)
+        allowed, args = take_option(args, "--allow_changes")
+        self._allowed = allowed.split(",") if allowed else []
         self._parse(parser, expand_card(expand(args), subcommand), subcommand)
         config = self.config[subcommand]
         if config.get("weights") or config.get("pictures"):  # abbreviated, or in a file
             raise UsageError("write --weights and --pictures out, on the command line")
+        if config.allow_changes:
+            raise UsageError(
+                "write --allow_changes out, on the command line: a file would allow them for ever"
+            )
+        if allowed and subcommand != "fit":
+            raise UsageError(f"--allow_changes is for fit with --ckpt_path, not for {subcommand}")
         config.name = config.name or _name_of(files)
         if Path(config.name).is_absolute() or ".." in Path(config.name).parts:
             raise UsageError(
@@ -128,7 +159,26 @@ class CommandLine(LightningCLI):
                     f"{subcommand} needs trained weights: give --weights NAME, --ckpt_path FILE.ckpt or --model.weights FILE"
                 )
             return
-        self._take_over(subcommand, _stored(path, subcommand), path)
+        self._preloaded = Preloaded(Path(path), partial(_stored, subcommand=subcommand))
+        if subcommand == "fit":
+            refuse_to_lose_steps(path)
+            self._compare(path)
+        self._take_over(subcommand, self._preloaded.content["hyper_parameters"], path)
+
+    def _compare(self, path: str) -> None:
+        """Refuse to resume as another run than the `config.yaml` beside the checkpoint describes."""
+        config, run = self.config["fit"], run_of(path)
+        if run is None or config.get("data") is None:
+            return
+        ours = self._plain(config)
+        if isinstance(ours.get("seed_everything"), bool):  # any seed, or none
+            ours["seed_everything"] = read_config(run / "config.yaml").get("seed_everything")
+        self._changes = find_changes(run, ours)
+        check_changes(self._changes, self._allowed, path)
+
+    def _plain(self, config: Any) -> dict[str, Any]:
+        """A configuration as plain values."""
+        return yaml.safe_load(self._parser(self._chosen).dump(config, skip_none=False, skip_validation=True))
 
     def _parse(self, parser: LightningArgumentParser, arguments: list[str], subcommand: str) -> None:
         try:
@@ -158,10 +208,7 @@ class CommandLine(LightningCLI):
         refuse_classes(stored.get("model_kwargs"), path)
         config = self.config[subcommand]
         if subcommand == "fit":
-            ours = yaml.safe_load(
-                self._parser(subcommand).dump(config, skip_none=False, skip_validation=True)
-            )["model"]
-            ours = with_spec(ours, "model")
+            ours = with_spec(self._plain(config)["model"], "model")
             different = [
                 f"{key} was {old}, now {new}"
                 for key, old, new in _differences(ours, stored)
@@ -197,13 +244,31 @@ class CommandLine(LightningCLI):
             raise UsageError("no data: give --data, such as ortho_vit.data.Digits")
         if self.subcommand == "fit":
             _check_trainer(config.trainer)
+        _check_evaluation(str(self.subcommand), config)
         if config.model.num_classes is None:
-            data = instantiate_class((), config.data.as_dict())
+            described = config.data.as_dict()
+            data = instantiate_class((), described)
+            if "class_path" not in str(
+                described.get("init_args")
+            ):  # objects among them are the parser's to build
+                self._data = data
             if not hasattr(data, "num_classes"):
                 raise UsageError(
                     f"{type(data).__name__} does not say how many classes it has: give --model.num_classes"
                 )
             config.model.num_classes = data.num_classes
+
+    def instantiate_classes(self) -> None:
+        """The data module is built once: the parser leaves it out where it is there already."""
+        config = self.config[self.subcommand]
+        described = config.data
+        if self._data is not None:
+            config.data = None
+        try:
+            super().instantiate_classes()
+        finally:
+            config.data = described
+        self.datamodule = self.datamodule or self._data
 
     def after_instantiate_classes(self) -> None:
         self.model.check_data(self.datamodule)
@@ -211,20 +276,21 @@ class CommandLine(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init[self.subcommand]
         trainer, fitting = config.trainer, self.subcommand == "fit"
+        kwargs |= launched_processes(trainer.devices, trainer.num_nodes)
         if trainer.logger is None or trainer.logger is True:
             folder, name, version = trainer.default_root_dir, config.name, None
             self._is_new = fitting
             if fitting and config.ckpt_path:
-                run = Path(config.ckpt_path).absolute().parent.parent
-                if (run / "config.yaml").is_file():  # continue where it was
+                run = run_of(config.ckpt_path)
+                if run is not None:  # continue where it was
                     folder, name, version, self._is_new = run.parent, "", run.name, False
-            kwargs["logger"] = fitting and TensorBoardLogger(folder, name, version, default_hp_metric=False)
+            kwargs["logger"] = fitting and TensorBoard(folder, name, version, default_hp_metric=False)
         return super().instantiate_trainer(**kwargs)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Those that tell come after those that measure."""
+        """Reporting callbacks run after the callbacks that compute metrics."""
         self.history = History()
-        callbacks = [*callbacks, self.history]
+        callbacks = [*callbacks, DataLine(), self.history]
         if config["logger"] and not config["fast_dev_run"]:
             callbacks.append(LearningRateMonitor(logging_interval="step"))
         if config["enable_progress_bar"] is not False:
@@ -244,21 +310,33 @@ class CommandLine(LightningCLI):
                 f"{config.model.hparams['weights']} has a head for other classes than the data's {self.model.num_classes}; "
                 "fine-tune it first, or give data of its own classes"
             )
+        weights = config.model.hparams["weights"]
         if path := config.ckpt_path:  # before the run has a folder
-            self.model.check_checkpoint(read_run(path), path)
+            assert self._preloaded is not None
+            self.model.check_checkpoint(self._preloaded.content, path, self.datamodule)
+            self._step = self._preloaded.content["global_step"]
+            config.checkpoints.preloaded, self._preloaded = self._preloaded, None
+            self.model.new_seed = "seed_everything" in self._allowed
+        elif self.subcommand != "fit" and weights is not None:
+            check_classes(classes_of(weights), self.datamodule, weights)
         super()._run_subcommand(str(self.subcommand))
 
     def fit(self, **kwargs: Any) -> None:
         config = self.config_init[self.subcommand]
-        self._say(describe(self.model.model, config.model.hparams["name"]))
+        self._say(describe(self.model.model, config.model.hparams["name"], self.model.hparams["optimizer"]))
         if (
             self.trainer.world_size == 1
         ):  # data that is missing or damaged is known before the run has a folder
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
+            if config.test_after_fit:
+                self._require_test_set()
         checkpoints: Checkpoints = config.checkpoints
         if self.trainer.is_global_zero and not is_trial(self.trainer):
             self._claim_folder(checkpoints)
+            if self._changes:
+                run = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+                record_changes(run, self._changes, self._step)
         self.trainer.fit(**kwargs)
         results: dict[str, Any] = {}
         if config.test_after_fit and not is_trial(self.trainer):
@@ -276,6 +354,16 @@ class CommandLine(LightningCLI):
             command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
             self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
 
+    def _require_test_set(self) -> None:
+        """Raise UsageError where the test at the end would have nothing to test on."""
+        self.datamodule.setup("test")
+        test_set = getattr(self.datamodule, "test_set", None)
+        if test_set is not None and not len(test_set):
+            raise UsageError(
+                f"{type(self.datamodule).__name__} has no images to test on: set data.val_size, add a test set, or set "
+                "test_after_fit to false"
+            )
+
     def _claim_folder(self, checkpoints: Checkpoints) -> None:
         """Before anything is written, and before other processes are started; they ask this one where to write."""
         logger, trainer = self.trainer.logger, self.trainer
@@ -283,7 +371,7 @@ class CommandLine(LightningCLI):
             assert isinstance(logger, TensorBoardLogger)
             folder = next_folder(Path(logger.root_dir), "version_")
             version = int(folder.name.removeprefix("version_"))
-            trainer.logger = logger = TensorBoardLogger(
+            trainer.logger = logger = TensorBoard(
                 logger.save_dir, logger.name, version, default_hp_metric=False
             )
         if logger is None:
@@ -362,6 +450,37 @@ def _check_trainer(trainer: Any) -> None:
             raise UsageError(f"trainer.{name} must be positive, got {value}")
 
 
+def _check_evaluation(subcommand: str, config: Any) -> None:
+    """Refuse to evaluate nothing, before the training that comes first."""
+    part = {"fit": "test" if config.test_after_fit else None, "validate": "val"}.get(subcommand, subcommand)
+    if part is None:
+        return
+    value = config.trainer[f"limit_{part}_batches"]
+    if value is not None and value == 0:
+        remedy = ", or set test_after_fit to false" if subcommand == "fit" else ""
+        raise UsageError(f"trainer.limit_{part}_batches must be positive, got {value}{remedy}")
+
+
+def launched_processes(devices: Any, num_nodes: int) -> dict[str, int]:
+    """The trainer's devices and nodes under torchrun, which has started the processes already.
+
+    Raises UsageError where the configuration says otherwise: each process would train a copy of its own.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if str(devices) not in ("auto", "-1", "None"):
+        asked = len(devices) if isinstance(devices, list) else str(devices).count(",") + 1
+        asked = int(devices) if asked == 1 and str(devices).isdecimal() else asked
+        if asked * num_nodes != world:
+            raise UsageError(
+                f"torchrun has started {world} processes, but trainer.devices is {devices} and trainer.num_nodes "
+                f"{num_nodes}: give --trainer.devices {local} --trainer.num_nodes {world // local}"
+            )
+        return {}
+    return {"devices": local, "num_nodes": world // local}
+
+
 def _name_of(files: list[Path]) -> str:
     """A run is called as its first configuration file, with the folders it lies in below `configs`."""
     if not files:
@@ -373,13 +492,13 @@ def _name_of(files: list[Path]) -> str:
 
 
 def _stored(path: str, subcommand: str) -> dict[str, Any]:
-    """The model's hyper-parameters in a checkpoint of ours."""
+    """A checkpoint of ours; to resume it, one with an optimizer."""
     checkpoint = read_run(path)
     if subcommand == "fit" and not checkpoint.get("optimizer_states"):
         raise UsageError(
             f"{path} holds weights but no optimizer, so it cannot be resumed: give it as --model.weights"
         )
-    return checkpoint["hyper_parameters"]
+    return checkpoint
 
 
 def _carry_over(ours: dict[str, Any], stored: dict[str, Any]) -> None:
@@ -433,7 +552,7 @@ def main(arguments: list[str]) -> int:
     """Run a command; the exit code."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with signals.handled(), warnings.catch_warnings():
+    with signals.handled(), warnings.catch_warnings(), quiet_writer():
         if not sys.warnoptions:
             warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
             warnings.filterwarnings(

@@ -5,9 +5,10 @@ from typing import Any
 
 import yaml
 
-from ortho_vit.errors import UsageError
-from ortho_vit.models import ModelSpec
-from ortho_vit.models.weights import read_checkpoint
+from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.models import ModelSpec, find_checkpoint
+from ortho_vit.models.weights import PICKLED, read_checkpoint
+from ortho_vit.training.classifier import stored_classes
 
 
 def read_run(path: str) -> dict[str, Any]:
@@ -28,12 +29,28 @@ def read_run(path: str) -> dict[str, Any]:
     return checkpoint | {"hyper_parameters": with_spec(model, path)}
 
 
+def classes_of(weights: str) -> list[str] | None:
+    """The names of the classes that weights were trained on, from their card or run checkpoint, where they have one."""
+    try:
+        if Path(weights).suffix in PICKLED:
+            return stored_classes(read_checkpoint(weights))
+        return list(find_checkpoint(weights).card.classes)
+    except CheckpointError:  # weights without a card
+        return None
+
+
 def with_spec(model: dict[str, Any], source: str) -> dict[str, Any]:
     """The options of a classifier, with each option of the model in its own place where version 0.1 had it elsewhere."""
     try:
         return model | ModelSpec.from_options(model).options()
     except (TypeError, ValueError) as error:
         raise UsageError(f"{source}: {error}") from error
+
+
+def run_of(path: str) -> Path | None:
+    """The folder of the run that wrote a checkpoint, if it has its `config.yaml`."""
+    run = Path(path).absolute().parent.parent
+    return run if (run / "config.yaml").is_file() else None
 
 
 def config_beside(path: str) -> Path:

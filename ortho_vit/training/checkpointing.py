@@ -6,8 +6,10 @@ A run that a signal stops writes one where it stops.  While a run goes on, no ot
 """
 
 import contextlib
+import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -17,11 +19,13 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ortho_vit.errors import DivergedError
+from ortho_vit.errors import DivergedError, UsageError
 from ortho_vit.files import lock
 from ortho_vit.models.weights import read_checkpoint
 from ortho_vit.optim.base import all_finite
 from ortho_vit.training.stopping import signals
+
+SMALL = 2**20  # bytes: a disk with less room than that is full
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -31,23 +35,50 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     be interrupted.
     """
 
-    loaded: Path | None = None  # what was read last
+    def __init__(self, preloaded: "Preloaded | None" = None) -> None:
+        super().__init__()
+        self.loaded: Path | None = None  # what was read last
+        self._preloaded = preloaded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        with open(partial, "wb") as file:
+        with _replacing(path) as partial, open(partial, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         self.loaded = Path(path)
+        preloaded, self._preloaded = self._preloaded, None
+        if preloaded is not None and preloaded.is_current(self.loaded) and str(map_location) == "cpu":
+            return preloaded.content
         return read_checkpoint(path, map_location)
+
+
+class Preloaded:
+    """A checkpoint that is read before the trainer asks for it, and the state of its file then.
+
+    Args:
+        read: what reads it.
+    """
+
+    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]] = read_checkpoint) -> None:
+        self._state = self._look(path)
+        self.content = read(str(path))
+
+    def is_current(self, path: Path) -> bool:
+        """Whether `path` is still the file that was read."""
+        return self._look(path) == self._state
+
+    @staticmethod
+    def _look(path: Path) -> tuple[int, ...] | None:
+        if not path.is_file():
+            return None
+        found = path.stat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Checkpoints(Checkpoint):
@@ -71,6 +102,7 @@ class Checkpoints(Checkpoint):
         self.monitor, self.mode, self.every_n_steps = monitor, mode, every_n_steps
         self.best_score: float | None = None
         self.folder: Path | None = None
+        self.preloaded: Preloaded | None = None  # what the trainer is going to load, if it was read already
         self._io = AtomicCheckpointIO()
         self._validated = False
         self._saved_step = -1
@@ -112,7 +144,7 @@ class Checkpoints(Checkpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         """For processes that are spawned: the lock remains with the one that starts them."""
-        return self.__dict__ | {"_lock": None}
+        return self.__dict__ | {"_lock": None, "preloaded": None}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -148,7 +180,8 @@ class Checkpoints(Checkpoint):
         return path if path and path.is_file() else None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO()
+        trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO(self.preloaded)
+        self.preloaded = None
         if stage == "fit" and not is_trial(trainer):
             run = Path(trainer.log_dir or trainer.default_root_dir)
             self._claim_for_all(trainer, run)
@@ -161,6 +194,8 @@ class Checkpoints(Checkpoint):
                 f"{last} is there already; nothing was overwritten.  "
                 f"Continue it with --ckpt_path {last}, or choose another --name or --trainer.default_root_dir"
             )
+        if resumed is not None:
+            refuse_to_lose_steps(resumed)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -249,6 +284,50 @@ class Checkpoints(Checkpoint):
         self.best_score, self._saved_step = state_dict["best_score"], state_dict["step"]
 
 
+def refuse_to_lose_steps(resumed: str | Path) -> None:
+    """Raise UsageError where the run has a `last.ckpt` of more steps, which resuming from an earlier one would replace."""
+    resumed = Path(resumed)
+    last = resumed.with_name("last.ckpt")
+    if not last.is_file() or last.samefile(resumed):
+        return
+    steps, kept = (read_checkpoint(path).get("global_step", 0) for path in (resumed, last))
+    if kept > steps:
+        raise UsageError(
+            f"{resumed} is of step {steps:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
+            f"--ckpt_path {last}, or start a new run from its weights with --model.weights {resumed}"
+        )
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """The name of a file that replaces `path` at the end; where it cannot be written, it is removed and `path` kept."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
+        problem = _not_written(path, error)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(problem) from error
+
+
+def _not_written(path: Path, error: Exception) -> str:
+    """Why a file could not be written, and how much room its disk has."""
+    disk = path.parent.resolve()
+    while not os.path.ismount(disk):
+        disk = disk.parent
+    free = shutil.disk_usage(disk).free
+    errors = [error, error.__cause__, error.__context__]
+    full = any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in errors) or free < SMALL
+    reason = "the disk is full" if full else getattr(error, "strerror", None) or " ".join(str(error).split())
+    before = "the one before is kept" if path.is_file() else "nothing was kept"
+    return (
+        f"{path} could not be written: {reason} ({disk} has {free / 2**20:,.0f} MiB free); {before}.  Make room, or "
+        "choose another disk with --trainer.default_root_dir"
+    )
+
+
 def _is_stopping(trainer: L.Trainer) -> bool:
     """Whether training ends after this step: a callback has asked for it, or a signal."""
     return trainer.should_stop or bool(signals.agreed)
@@ -260,12 +339,10 @@ def is_trial(trainer: L.Trainer) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A second name for a file that is never written in place, or where there are no such names a copy."""
-    partial = target.with_name(f".{target.name}.partial")
-    with contextlib.suppress(FileNotFoundError):
-        partial.unlink()
-    try:
-        os.link(source, partial)
-    except OSError:
-        shutil.copyfile(source, partial)
-    os.replace(partial, target)
+    """A hard link, as checkpoints are never modified in place, or a copy where the file system has no links."""
+    with _replacing(target) as partial:
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)

@@ -12,7 +12,7 @@ import importlib
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,11 +42,13 @@ from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
 from ortho_vit.training.compile import compile_model
 from ortho_vit.training.finite_steps import FiniteSteps, Seen
+from ortho_vit.training.measuring import put_on_manifold
 from ortho_vit.training.metrics import Mean, restore, state_of
 from ortho_vit.training.schedule import warmup_cosine
 from ortho_vit.training.stopping import StopOnSignal
 
 SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+NUMERICS = 2  # the version of the training arithmetic: runs continue to the same bits within one version
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 
 
@@ -141,6 +145,10 @@ class Classifier(L.LightningModule):
         self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
         self.steps = FiniteSteps(skip_nonfinite)
         self._compile = compile
+        self.classes: list[str] | None = (
+            None  # the names of the classes it was trained on, where they are known
+        )
+        self.new_seed = False  # whether a resumed run takes this process's seed instead of the checkpoint's
         self._seed: int | None = None
         self._means: dict[str, Any] = {}  # of the epoch that a resumed run is in
 
@@ -160,13 +168,22 @@ class Classifier(L.LightningModule):
         return [StopOnSignal()]
 
     def setup(self, stage: str) -> None:
-        self.check_data(getattr(self.trainer, "datamodule", None))
+        data = getattr(self.trainer, "datamodule", None)
+        self.check_data(data)
+        if stage == "fit":
+            self.classes = class_names(data)  # those of a checkpoint are compared when it is loaded
+        else:
+            check_classes(self.classes, data, "the model")
         constrained = any(True for _ in stiefel_parameters(self.model))
         self._require(
             not (constrained and isinstance(self.trainer.strategy, SHARDING)),
             f"{type(self.trainer.strategy).__name__} cuts parameters apart, orthonormal blocks too; "
             "use trainer.strategy=ddp, or set model.constraint to null",
         )
+        if isinstance(self.trainer.precision_plugin, DoublePrecision):
+            self.double()  # Lightning converts after a checkpoint is loaded, which would round it to float32
+            if stage == "fit":
+                put_on_manifold(self.model)  # to the precision of float64
         if self._compile and stage == "fit":
             compile_model(self.model, self.trainer.strategy.root_device)
             self._compile = False  # once
@@ -339,23 +356,37 @@ class Classifier(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["ortho_vit"] = {
+            "numerics": NUMERICS,
+            "classes": self.classes,
             "seed": self._seed,
             "steps": self.steps.state_dict(),
             "means": {name: state_of(getattr(self, name)) for name in ("train_loss", "train_accuracy")},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.check_checkpoint(
-            checkpoint, str((self._trainer and self._trainer.ckpt_path) or "the checkpoint")
-        )
-        saved = checkpoint.get("ortho_vit")
-        if saved is not None and self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._seed, self._means = saved["seed"], saved.get("means", {})
+        trainer, source = self._trainer, "the checkpoint"
+        data = getattr(trainer, "datamodule", None)
+        if trainer is not None and trainer.ckpt_path:
+            source = str(trainer.ckpt_path)
+        self.check_checkpoint(checkpoint, source, data)
+        saved = checkpoint.get("ortho_vit") or {}
+        self.classes = stored_classes(checkpoint) or self.classes
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if saved.get("numerics") != NUMERICS:
+            rank_zero_warn(
+                f"{source} is of an earlier version, whose steps round differently: the run goes on, but not to the "
+                "same bits as with that version"
+            )
+        if saved:
+            self._seed = None if self.new_seed else saved["seed"]
+            self._means = saved.get("means", {})
             if "steps" in saved:
                 self.steps.load_state_dict(saved["steps"])
 
-    def check_checkpoint(self, checkpoint: dict[str, Any], source: str) -> None:
-        """Raise ValueError for weights or a momentum that no run of ours has written."""
+    def check_checkpoint(self, checkpoint: dict[str, Any], source: str, data: Any = None) -> None:
+        """Raise ValueError for weights or a momentum that no run of ours has written, or classes that `data` lacks."""
+        check_classes(stored_classes(checkpoint), data, source)
         theirs, ours = checkpoint["state_dict"], self.state_dict()
         for name, x in ours.items():
             if name not in theirs or theirs[name].shape != x.shape:
@@ -381,6 +412,39 @@ def _spec(options: dict[str, Any]) -> ModelSpec:
         return ModelSpec.from_options(options)
     except ValueError as error:
         raise ValueError(f"Classifier: model_kwargs: {error}") from error
+
+
+def class_names(data: Any) -> list[str] | None:
+    """The names of a data module's classes in the order of their labels, or None where it has none."""
+    names = getattr(data, "classes", None)
+    return None if names is None else [str(name) for name in names]
+
+
+def stored_classes(checkpoint: Mapping[str, Any]) -> list[str] | None:
+    """The names of the classes in a run checkpoint, or None where it has none: those of version 0.1 have none."""
+    saved = checkpoint.get("ortho_vit")
+    names = saved.get("classes") if isinstance(saved, Mapping) else None
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"the checkpoint is damaged: its class names are {names!r:.80}, not a list of names")
+    return names
+
+
+def check_classes(trained: Sequence[str] | None, data: Any, source: str) -> None:
+    """Raise ValueError where the data's classes have other names than those trained on, or another order."""
+    names = class_names(data)
+    if trained is None or names is None or list(trained) == names:
+        return
+    if len(trained) != len(names):
+        difference = f"it was trained on {len(trained)} classes, and {type(data).__name__} has {len(names)}"
+    else:
+        label = next(i for i, (a, b) in enumerate(zip(trained, names, strict=True)) if a != b)
+        difference = (
+            f"its class {label} is {trained[label]!r}, but that of {type(data).__name__} is {names[label]!r}"
+        )
+    raise ValueError(
+        f"{source} is of other classes: {difference}; give data whose classes have the same names in the same order, or "
+        "train a new run that starts from these weights"
+    )
 
 
 def keeps_manifold(run: Any) -> bool:

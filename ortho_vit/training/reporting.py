@@ -1,19 +1,25 @@
 """What a run says: a line an epoch, a table of its history, curves, and a summary at the end."""
 
+import contextlib
 import csv
 import itertools
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
+from ortho_vit import optim
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.training.checkpointing import is_trial
 
@@ -102,6 +108,90 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+class TensorBoard(TensorBoardLogger):
+    """TensorBoard's log of a run.  Where it cannot be written any more, the run goes on without it, with a warning."""
+
+    _failed = False
+
+    def _try(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._failed:
+            return
+        try:
+            call(*args, **kwargs)
+        except OSError as error:
+            self._failed = True
+            reason = error.strerror or str(error)
+            rank_zero_warn(
+                f"the run goes on without TensorBoard: its log in {self.log_dir} cannot be written ({reason})"
+            )
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self._try(super().log_metrics, *args, **kwargs)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self._try(super().log_hyperparams, *args, **kwargs)
+
+    def save(self) -> None:
+        self._try(super().save)
+
+    def finalize(self, status: str) -> None:
+        self._try(super().finalize, status)
+
+
+@contextlib.contextmanager
+def quiet_writer() -> Iterator[None]:
+    """Without the traceback of TensorBoard's thread where it cannot write: it raises the error in the main thread too."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (
+            issubclass(args.exc_type, OSError) and type(args.thread).__module__.startswith("tensorboard.")
+        ):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+class DataLine(Callback):
+    """Prints once what data was found, where the data module can describe it."""
+
+    def __init__(self) -> None:
+        self._printed = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        describe_data = getattr(getattr(trainer, "datamodule", None), "describe", None)
+        if describe_data is not None and trainer.is_global_zero and not self._printed:
+            self._printed = True
+            print(describe_data(), flush=True)
+
+
+class Bar(RichProgressBar):
+    """Lightning's bar with the training loss and the validation accuracy."""
+
+    SECONDS = 0.5  # between two looks at the loss, each of which waits for the device
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next, self._shown = 0.0, dict[str, Any]()
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        if time.monotonic() >= self._next:
+            self._next, metrics = time.monotonic() + self.SECONDS, trainer.callback_metrics
+            for label, name, form in (
+                ("loss", "train/loss_step", ".4f"),
+                ("val accuracy", "val/accuracy", ".2%"),
+            ):
+                if name in metrics:
+                    self._shown[label] = f"{float(metrics[name]):{form}}"
+        others = super().get_metrics(trainer, pl_module)
+        others.pop("v_num", None)
+        return others | self._shown
+
+
 class EpochLines(ProgressBar):
     """A plain line an epoch, for logs and pipes; a terminal gets Lightning's progress bar instead."""
 
@@ -153,15 +243,11 @@ def learning_rate(trainer: L.Trainer) -> float:
 
 def progress_bar() -> ProgressBar:
     """Lightning's bar on a terminal, lines elsewhere."""
-    if sys.stdout.isatty():
-        from lightning.pytorch.callbacks import RichProgressBar
-
-        return RichProgressBar()
-    return EpochLines()
+    return Bar() if sys.stdout.isatty() else EpochLines()
 
 
-def describe(model: torch.nn.Module, name: str) -> str:
-    """One line on a model: its size, and how much of it is constrained."""
+def describe(model: torch.nn.Module, name: str, optimizer: Any = None) -> str:
+    """One line on a model: its size, how much of it is constrained, and by which rules an optimizer moves it."""
     total = sum(p.numel() for p in model.parameters())
     constrained = [p.matrices() for _, p in stiefel_parameters(model)]
     line = f"{name}: {total:,} parameters"
@@ -172,7 +258,22 @@ def describe(model: torch.nn.Module, name: str) -> str:
         (shape, count), *others = blocks.items()
         line += f", {sum(X.numel() for X in constrained):,} of them in {count} orthonormal blocks of {shape}"
         line += "".join(f", {count} of {shape}" for shape, count in others)
-    return line
+    return line + (_moved_by(model, optimizer) if optimizer else "")
+
+
+def _moved_by(model: torch.nn.Module, optimizer: Any) -> str:
+    """How many weights are trained by which rule: those of the optimizer's class for constrained and for free ones."""
+    name = str(optimizer["class_path"]).rpartition(".")[2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    constrained = sum(p.requires_grad for _, p in stiefel_parameters(model))
+    rule = getattr(getattr(optim, name, None), "free_rule", None)
+    if not constrained or rule is None:
+        return f"; {len(trained)} weights trained by {name}"
+    free = type(rule).__name__.removesuffix("Rule") + ("W" if getattr(rule, "decoupled", False) else "")
+    frozen = sum(1 for _ in model.parameters()) - len(trained)
+    return f"; {constrained} of {len(trained)} weights moved by {name}, the rest by {free}" + (
+        f", {frozen} frozen" if frozen else ""
+    )
 
 
 def preview(path: Path, rows: int = 10) -> str:

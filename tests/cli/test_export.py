@@ -216,7 +216,7 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
         ("--ckpt_path RUN --name x --config short.yaml", 2, "short.yaml: data: there is no CIFAR10: "),
         ("--ckpt_path RUN --name x --config option.yaml", 2, "option.yaml: data: "),
         ("--ckpt_path RUN --name x --config code.yaml", 2, "code.yaml: data: subprocess.Popen is not a data module"),
-        ("--ckpt_path RUN --name x --config cifar.yaml", 1, "CIFAR10: nothing found in"),
+        ("--ckpt_path RUN --name x --config cifar.yaml", 2, "its class 0 is '0', but that of CIFAR10 is 'airplane'"),
         ("--ckpt_path RUN --name x --config cifar100.yaml", 2, "num_classes is 10, but CIFAR100 has 100 classes"),
     ],
 )  # fmt: skip

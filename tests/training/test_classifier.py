@@ -142,7 +142,7 @@ def test_hyper_parameters_are_plain_and_restore_the_model(tmp_path):
 
 def test_a_strategy_that_shards_parameters_is_refused():
     model = make_classifier()
-    model.trainer = SimpleNamespace(strategy=ModelParallelStrategy())
+    model.trainer = SimpleNamespace(precision_plugin=None, strategy=ModelParallelStrategy())
     message = (
         r"ModelParallelStrategy cuts parameters apart, orthonormal blocks too; use trainer\.strategy=ddp"
     )

@@ -103,3 +103,13 @@ def test_the_scaler_is_part_of_a_checkpoint(tmp_path):
     fit(tmp_path, "16-mixed", max_epochs=1, limit=128)
     saved = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
     assert saved["MixedPrecision"]["scale"] == 2.0**16
+
+
+def test_float64_weights_are_tested_as_they_were_saved(tmp_path):
+    fit(tmp_path, "64-true", max_epochs=1, limit=64)
+    last = tmp_path / "checkpoints/last.ckpt"
+    model = make_classifier(partial(StiefelAdam, lr=1e-3), model_kwargs={"depth": 2})
+    trainer = make_trainer(tmp_path, precision="64-true")
+    trainer.test(model, datamodule=digits(limit=32), ckpt_path=last, verbose=False)
+    saved = torch.load(last, weights_only=True)["state_dict"]
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())

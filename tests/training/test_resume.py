@@ -102,6 +102,7 @@ ADAM = partial(optim.StiefelAdam, lr=3e-3)
         ),
         pytest.param(SGD, {"ema": True, "precision": "bf16-true"}, id="bfloat16"),
         pytest.param(SGD, {"precision": "16-mixed"}, id="float16"),
+        pytest.param(SGD, {"precision": "64-true"}, id="float64"),
         pytest.param(SGD, {"val_check_interval": 2}, id="validating within epochs"),
         pytest.param(SGD, {"check_val_every_n_epoch": 2}, id="validating now and then"),
         pytest.param(SGD, {"data": {"val_size": 0}}, id="not validating"),

@@ -1,6 +1,7 @@
 """A folder belongs to one run: two never share one, and a run that goes on is not resumed a second time."""
 
 import copy
+import errno
 import os
 import pickle
 import signal
@@ -16,7 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from ortho_vit.cli.main import main
 from ortho_vit.files import lock, next_folder, try_lock
-from ortho_vit.training import Checkpoints
+from ortho_vit.training import AtomicCheckpointIO, Checkpoints
+from ortho_vit.training.checkpointing import Preloaded, _copy
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -197,3 +199,51 @@ def test_two_runs_that_start_together_have_a_folder_each(folder):
         assert f"seed_everything: {last['ortho_vit']['seed']}\n" in (version / "config.yaml").read_text()
         assert len(list(version.glob("events.*"))) == 1
     assert seeds == {1, 2}
+
+
+# ------------------------------------------------------------------------------------------------------- disks
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named_and_not_kept_full(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, path)
+    before = path.read_bytes()
+    (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"last.ckpt could not be written: the disk is full \(/.* has .* free\)"
+    ) as error:
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(100_000)}, path)
+    assert "the one before is kept" in str(error.value)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"last.ckpt": before}
+
+
+def test_a_checkpoint_that_was_read_is_read_again_only_if_it_has_changed(tmp_path, monkeypatch):
+    path, reads = tmp_path / "last.ckpt", []
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"a": 1}, path)
+
+    def read(path, map_location="cpu"):
+        reads.append(path)
+        return {"read": len(reads)}
+
+    monkeypatch.setattr("ortho_vit.training.checkpointing.read_checkpoint", read)
+    preloaded = Preloaded(path, read)
+    assert AtomicCheckpointIO(preloaded).load_checkpoint(path) == {"read": 1}
+    io.save_checkpoint({"a": 2}, path)
+    assert AtomicCheckpointIO(preloaded).load_checkpoint(path) == {"read": 2}
+
+
+def test_a_copy_that_does_not_fit_is_removed(tmp_path, monkeypatch):
+    (tmp_path / "best.ckpt").write_bytes(b"new")
+    (tmp_path / "last.ckpt").write_bytes(b"old")
+
+    def half(source, target):
+        target.write_bytes(b"n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", lambda *args: (_ for _ in ()).throw(OSError("no links")))
+    monkeypatch.setattr("shutil.copyfile", half)
+    with pytest.raises(OSError, match=r"last.ckpt could not be written: the disk is full"):
+        _copy(tmp_path / "best.ckpt", tmp_path / "last.ckpt")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"best.ckpt": b"new", "last.ckpt": b"old"}

@@ -1,0 +1,126 @@
+"""Class names belong to weights: data with other names, or another order of them, is refused."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ortho_vit.cli.main import main
+from ortho_vit.data import Digits
+from tests.helpers.small_run import digits, make_classifier, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+CONFIG = """
+model:
+  name: ortho_vit_pico
+  model_kwargs: {depth: 1}
+  optimizer: {class_path: ortho_vit.optim.StiefelSGD, init_args: {lr: 0.01}}
+data:
+  class_path: ortho_vit.data.ImageFolder
+  init_args: {root: images, image_size: 32, batch_size: 4}
+trainer: {max_epochs: 1, accelerator: cpu, devices: 1}
+"""
+RUN = "runs/run/version_0"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("names")
+    generator = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for name in ("apple", "leaf"):
+            (folder / "images" / part / name).mkdir(parents=True)
+            for number in range(6):
+                pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"images/{part}/{name}/{number}.png")
+    (folder / "run.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["--config", "run.yaml"]) == 0
+        assert (
+            main(
+                [
+                    "export",
+                    "--ckpt_path",
+                    f"{RUN}/checkpoints/last.ckpt",
+                    "--name",
+                    "fruit",
+                    "--folder",
+                    "zoo",
+                ]
+            )
+            == 0
+        )
+    return folder
+
+
+@pytest.fixture
+def renamed(trained, tmp_path, monkeypatch):
+    """The run, beside a folder whose first class has been renamed, so that it sorts after the other."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "test"):
+        Path(f"images/{part}/apple").rename(f"images/{part}/red_apple")
+    return tmp_path
+
+
+def test_a_run_checkpoint_holds_the_names(trained):
+    saved = torch.load(trained / RUN / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["ortho_vit"]["classes"] == ["apple", "leaf"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"fit --config {RUN}/config.yaml --trainer.max_epochs 2 --ckpt_path last",
+        f"validate --config {RUN}/config.yaml --ckpt_path last",
+        f"test --config {RUN}/config.yaml --ckpt_path last",
+        f"predict --config {RUN}/config.yaml --ckpt_path last",
+        f"test --config {RUN}/config.yaml --model.weights {RUN}/checkpoints/last.ckpt",
+        "test --weights zoo/ortho_vit_pico.fruit.safetensors --data.root images",
+        f"export --ckpt_path {RUN}/checkpoints/last.ckpt --name again --folder zoo",
+    ],
+)
+def test_data_of_other_names_is_refused_in_one_line(renamed, capsys, command):
+    before = {path: path.read_bytes() for path in renamed.rglob("*") if path.is_file()}
+    name = () if command.startswith("export") or "--weights zoo" in command else ("--name", "run")
+    assert main([*command.split(), *name]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert "its class 0 is 'apple', but that of ImageFolder is 'leaf'; give data whose classes" in error
+    assert before == {path: path.read_bytes() for path in renamed.rglob("*") if path.is_file()}
+
+
+def test_the_same_names_are_accepted(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert main(["test", "--weights", "zoo/ortho_vit_pico.fruit.safetensors", "--data.root", "images"]) == 0
+
+
+class Reversed(Digits):
+    classes = tuple(reversed(Digits.classes))
+
+
+class Nameless(Digits):
+    """The number of its classes, and no names."""
+
+    num_classes = 10  # type: ignore[assignment]
+    classes = None  # type: ignore[assignment]
+
+
+def test_from_python_too_and_data_without_names_is_compared_by_number(tmp_path):
+    model = make_classifier()
+    make_trainer(tmp_path, max_epochs=1).fit(model, datamodule=digits())
+    last = tmp_path / "checkpoints/last.ckpt"
+    loaded = type(model).load_from_checkpoint(last, weights_only=True)
+    for other in (model, loaded):
+        with pytest.raises(
+            ValueError, match="of other classes: its class 0 is '0', but that of Reversed is '9'"
+        ):
+            make_trainer(tmp_path).test(other, datamodule=Reversed(limit=32), verbose=False)
+    with pytest.raises(ValueError, match=r"last.ckpt is of other classes"):
+        make_trainer(tmp_path).fit(make_classifier(), datamodule=Reversed(limit=128), ckpt_path=last)
+    assert make_trainer(tmp_path).test(loaded, datamodule=Nameless(limit=32), verbose=False)

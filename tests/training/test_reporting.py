@@ -1,0 +1,82 @@
+"""What a run says while it goes on, and that it goes on where its log cannot be written."""
+
+import shutil
+import sys
+from functools import partial
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from ortho_vit.optim import StiefelAdamW, StiefelSGD
+from ortho_vit.training.reporting import (
+    Bar,
+    DataLine,
+    EpochLines,
+    TensorBoard,
+    describe,
+    progress_bar,
+    quiet_writer,
+)
+from tests.helpers.small_run import digits, make_classifier, make_trainer
+
+
+class Look(Callback):
+    """Keeps what the bar shows after each step."""
+
+    def __init__(self, bar):
+        self.bar, self.shown = bar, []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.shown.append(self.bar.get_metrics(trainer, pl_module))
+
+
+def test_the_bar_shows_loss_and_accuracy_and_no_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(Bar, "SECONDS", 0.0)
+    bar = progress_bar()
+    look = Look(bar)
+    logger = TensorBoard(tmp_path, default_hp_metric=False)
+    make_trainer(tmp_path, bar, look, logger=logger).fit(make_classifier(), datamodule=digits())
+    assert set(look.shown[0]) == {"loss"}
+    assert set(look.shown[-1]) == {"loss", "val accuracy"}
+    assert 0 < float(look.shown[-1]["loss"]) < 10
+    assert look.shown[-1]["val accuracy"].endswith("%")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert isinstance(progress_bar(), EpochLines)
+
+
+class RemoveFolder(Callback):
+    def on_train_epoch_start(self, trainer, *args):
+        if trainer.current_epoch == 1:
+            trainer.logger.experiment.flush()
+            shutil.rmtree(trainer.log_dir)
+
+
+def test_a_run_goes_on_without_its_log(tmp_path, capsys):
+    logger = TensorBoard(tmp_path, "logs", default_hp_metric=False)
+    trainer = make_trainer(tmp_path, RemoveFolder(), logger=logger, max_epochs=3, log_every_n_steps=1)
+    with (
+        quiet_writer(),
+        pytest.warns(UserWarning, match="goes on without TensorBoard: .*No such file") as warned,
+    ):
+        trainer.fit(make_classifier(), datamodule=digits())
+    assert len([w for w in warned if "TensorBoard" in str(w.message)]) == 1
+    assert trainer.current_epoch == 3
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_data_is_described_once(tmp_path, capsys):
+    trainer, data = make_trainer(tmp_path, DataLine(), max_epochs=1), digits()
+    trainer.fit(make_classifier(), datamodule=data)
+    trainer.test(make_classifier(), datamodule=data, verbose=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Digits: ")]
+    assert len(lines) == 1
+    assert "10 classes" in lines[0]
+    assert "128 training" in lines[0]
+
+
+@pytest.mark.parametrize(("optimizer", "free"), [(StiefelSGD, "SGD"), (StiefelAdamW, "AdamW")])
+def test_a_line_says_which_weights_are_moved_by_which_rule(optimizer, free):
+    model = make_classifier(partial(optimizer, lr=0.1), model_kwargs={"depth": 2}, freeze=["pos_embed"])
+    line = describe(model.model, "small", model.hparams["optimizer"])
+    assert line.endswith(f"; 2 of 29 weights moved by {optimizer.__name__}, the rest by {free}, 1 frozen")
