@@ -34,8 +34,9 @@ from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, is_trial
 from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.images import AttentionImages
-from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
-from ortho_vit.training.reporting import History, describe, named_for, preview, progress_bar, summary
+from ortho_vit.training.measuring import OrthogonalityMonitor
+from ortho_vit.training.predictions import PerClass, PredictionWriter
+from ortho_vit.training.reporting import History, as_table, describe, named_for, progress_bar, summary
 from ortho_vit.training.stopping import Stopped, signals
 
 MAY_CHANGE = (
@@ -107,6 +108,8 @@ class CommandLine(LightningCLI):
         parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
         parser.add_lightning_class_args(AttentionImages, "images")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
+        if self._chosen == "test":
+            parser.add_lightning_class_args(PerClass, "per_class")
 
     # --------------------------------------------------------------------------------------------- parsing
 
@@ -296,13 +299,18 @@ class CommandLine(LightningCLI):
 
     def test(self, **kwargs: Any) -> None:
         self._summarize(dict(self.trainer.test(**kwargs | {"verbose": False})[0]), kwargs["ckpt_path"])
+        per_class: PerClass = self.config_init[self.subcommand].per_class
+        if per_class.folder is not None:
+            self._say(as_table(("class", "images", "accuracy"), per_class.rows()))
+            self._say(f"per-class accuracy and confusion matrix in {per_class.folder}")
 
     def predict(self, **kwargs: Any) -> None:
         self.trainer.predict(**kwargs | {"return_predictions": False})
         writer: PredictionWriter = self.config_init[self.subcommand].predictions
-        assert writer.target is not None
+        if writer.target is None:  # the standard output, which holds nothing else
+            return
         if writer.count:
-            self._say(preview(writer.target))
+            self._say(as_table(("file", "class", "probability"), writer.preview))
         self._say(f"{writer.count} predictions in {writer.target}")
 
     def stopped(self, stop: Stopped) -> str:

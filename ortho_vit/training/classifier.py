@@ -237,10 +237,11 @@ class Classifier(L.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val/loss", self.val_metrics)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, "test/loss", self.test_metrics)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._evaluate(batch, "test/loss", self.test_metrics)
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> None:
+    def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> Tensor:
+        """Update and log the metrics; returns the logits."""
         images, labels = batch
         logits = self._logits(images)
         if len(labels):  # a rank may have none left, and has its part in the mean nevertheless
@@ -248,12 +249,12 @@ class Classifier(L.LightningModule):
         loss = F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
         self.log(loss_name, loss, batch_size=len(labels), sync_dist=True)
         self.log_dict(dict(metrics.items()), batch_size=len(labels))
+        return logits
 
-    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor, Tensor]:
-        """The names of a batch, the class of each, and its probability."""
+    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor]:
+        """The names of a batch, and the probability of each class for each image."""
         images, names = batch
-        probability, label = self._logits(images).softmax(-1).max(-1)
-        return names, label, probability
+        return names, self._logits(images).softmax(-1)
 
     # ------------------------------------------------------------------------------ optimizer and schedule
 

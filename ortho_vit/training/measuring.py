@@ -1,8 +1,6 @@
 """What is watched, averaged and written down during a run."""
 
-import csv
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -139,67 +137,3 @@ def put_on_manifold(module: torch.nn.Module) -> None:
         if isinstance(parameter, StiefelParameter):
             X = parameter.matrices()
             X.copy_(polar(X))
-
-
-class PredictionWriter(Callback):
-    """Writes the predictions as a CSV file: the picture's name, its class, and the probability of that class.
-
-    Args:
-        path: the file, which must not exist yet.
-    """
-
-    def __init__(self, path: str = "predictions.csv") -> None:
-        self.path = path
-        self.target: Path | None = None
-        self.count = 0
-        self._classes: Any = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "predict":
-            return
-        target = Path(self.path)
-        if trainer.global_rank:
-            target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
-        if target.exists():
-            raise FileExistsError(
-                f"{target} is there already; nothing was overwritten, choose another --predictions.path"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
-        self.target, self.count = target, 0
-        with open(self._partial, "w", newline="") as file:
-            csv.writer(file).writerow(["file", "class", "probability"])
-
-    @property
-    def _partial(self) -> Path:
-        """What is written until it is whole."""
-        assert self.target is not None
-        return self.target.with_name(f".{self.target.name}.partial")
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self.target is not None
-        self._partial.replace(self.target)
-
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        if self.target is not None:
-            self._partial.unlink(missing_ok=True)
-
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        names, labels, probabilities = outputs
-        with open(self._partial, "a", newline="") as file:
-            writer = csv.writer(file)
-            for name, label, probability in zip(names, labels.tolist(), probabilities.tolist(), strict=True):
-                writer.writerow(
-                    [name, self._classes[label] if self._classes else label, f"{probability:.6f}"]
-                )
-                self.count += 1

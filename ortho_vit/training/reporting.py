@@ -1,10 +1,10 @@
 """What a run says: a line an epoch, a table of its history, curves, and a summary at the end."""
 
 import csv
-import itertools
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +175,12 @@ def describe(model: torch.nn.Module, name: str) -> str:
     return line
 
 
-def preview(path: Path, rows: int = 10) -> str:
-    """The first predictions of a CSV file as a table."""
-    with open(path, newline="") as file:
-        lines = list(itertools.islice(csv.reader(file), rows + 1))
-    table = Table(*lines[0])
-    for name, label, probability in lines[1:]:
-        table.add_row(name, label, f"{float(probability):.1%}")
-    return _plain(table)
+def as_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Rows under a header, plain where the output is not a terminal."""
+    made = Table(*columns)
+    for row in rows:
+        made.add_row(*row)
+    return _plain(made)
 
 
 def named_for(data: Any, results: dict[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,24 @@ def test_predict_writes_one_line_for_each_picture(run, capsys):
         "is there already; nothing was overwritten",
         capsys,
     )
+    capsys.readouterr()
+    assert main([*arguments, "--predictions.path", "-", "--predictions.top_k", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "file,class,probability,class_2,probability_2"
+    assert len(lines) == 193
+    assert main([*arguments, "--predictions.path", "out/digits.csv", "--predictions.overwrite", "true"]) == 0
+
+
+def test_the_accuracy_of_each_class_is_an_option_of_test(run, capsys):
+    checkpoint = ["--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    arguments = ["test", "--config", str(run / "config.yaml"), *checkpoint]
+    assert main([*arguments, "--per_class.folder", "out"]) == 0
+    assert "per-class accuracy and confusion matrix in out" in capsys.readouterr().out
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "classes.csv",
+        "confusion.csv",
+        "confusion.png",
+    ]
 
 
 def test_predictions_are_there_when_they_are_whole(run, monkeypatch, capsys):
