@@ -24,6 +24,10 @@ Train, evaluate and use Vision Transformers with orthogonal attention.
     {program} test     --weights NAME --per_class.folder OUT      and that of each class, with a confusion matrix
     {program} export   --ckpt_path RUN/checkpoints/best.ckpt --name TAG    a run becomes such weights
 
+    {program} models                                              the trained weights, as a table
+    {program} info | verify NAME                                  their card; whether they are what it says
+    {program} onnx NAME OUT.onnx                                  write them as an ONNX model
+
 Start with   {program} --config quickstart.yaml
 
 A FILE.yaml that is not in the working directory is looked up among the configurations of the package.  Several

@@ -28,6 +28,7 @@ from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
 from ortho_vit.cli.run_folder import read_run, with_spec
+from ortho_vit.cli.zoo import Zoo
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
@@ -45,7 +46,8 @@ MAY_CHANGE = (
     "compile",
     "optimizer.init_args.shard_stiefel",
 )  # in a run that is resumed
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "export")
+OF_THE_ZOO = ("models", "info", "verify", "onnx")
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "export", *OF_THE_ZOO)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -208,6 +210,16 @@ class CommandLine(LightningCLI):
                 )
             config.model.num_classes = data.num_classes
 
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (
+            ValueError
+        ) as error:  # of a class that the parser could not make, such as a logger that is not installed
+            if "Problem with given class_path" not in str(error):
+                raise
+            raise UsageError(explain(str(error), ())) from error
+
     def after_instantiate_classes(self) -> None:
         self.model.check_data(self.datamodule)
 
@@ -277,7 +289,9 @@ class CommandLine(LightningCLI):
         if self.trainer.log_dir and checkpoints.best_path:
             run = Path(self.trainer.log_dir)
             command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
-            self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
+            board = isinstance(self.trainer.logger, TensorBoardLogger)
+            logs = f"tensorboard --logdir {run}" if board else type(self.trainer.logger).__name__
+            self._say(f"test it: {command}   logs: {logs}")
 
     def _claim_folder(self, checkpoints: Checkpoints) -> None:
         """Before anything is written, and before other processes are started; they ask this one where to write."""
@@ -437,6 +451,13 @@ def _continuing(arguments: list[str], checkpoint: Path) -> str:
     return f"{start} {shlex.join([*kept, '--ckpt_path', str(checkpoint)])}"
 
 
+def _command(arguments: list[str]) -> Any:
+    """What the arguments ask for, parsed."""
+    if arguments[0] == "export":
+        return Export(arguments[1:])
+    return Zoo(arguments) if arguments[0] in OF_THE_ZOO else CommandLine(arguments)
+
+
 def main(arguments: list[str]) -> int:
     """Run a command; the exit code."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -449,7 +470,7 @@ def main(arguments: list[str]) -> int:
             )
         code, command = 2, None
         try:
-            command = Export(arguments[1:]) if arguments[0] == "export" else CommandLine(arguments)
+            command = _command(arguments)
             code = 1
             command.run()
         except Exception as error:

@@ -73,23 +73,27 @@ def rounding_error(dtype: torch.dtype) -> float:
 
 
 class WeightAveraging(EMAWeightAveraging):
-    """An exponential moving average of the weights, which is what gets validated, saved and kept at the end.
+    """An average of the weights, by default an exponential moving one, which is validated, saved and kept at the end.
 
     The mean of orthonormal matrices is not orthonormal, so each constrained block of the average is replaced by its
     polar factor, the nearest orthonormal one, whenever the average has moved.
 
     Args:
-        decay: how much of the average remains at each update.
+        decay: how much of the average remains at each update; null weighs all updates equally (stochastic weight averaging).
         every_n_steps: the number of optimizer steps between two updates.
         start_step: the step of the first update; before it the average follows the weights.
     """
 
-    def __init__(self, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"WeightAveraging: decay must be in [0, 1), got {decay}")
+    def __init__(self, decay: float | None = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(f"WeightAveraging: decay must be in [0, 1) or null, got {decay}")
         if every_n_steps < 1:
             raise ValueError(f"WeightAveraging: every_n_steps must be at least 1, got {every_n_steps}")
-        super().__init__(decay=decay, update_every_n_steps=every_n_steps, update_starting_at_step=start_step)
+        super().__init__(
+            decay=decay or 0.0, update_every_n_steps=every_n_steps, update_starting_at_step=start_step
+        )
+        if decay is None:
+            del self._kwargs["avg_fn"]  # torch's own is the equally weighted mean
         self._current: list[Tensor] = []  # the weights, while the average is validated in their place
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:

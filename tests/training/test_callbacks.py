@@ -148,6 +148,19 @@ def test_the_average_is_on_the_manifold_when_validated_saved_and_tested(tmp_path
     assert torch.equal(model.model.head.weight, saved["state_dict"]["model.head.weight"])
 
 
+def test_without_a_decay_all_updates_weigh_the_same(tmp_path):
+    averaging, seen = WeightAveraging(decay=None, start_step=3), []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.append(pl_module.model.head.weight.detach().clone())
+
+    make_trainer(tmp_path, averaging, Watch(), max_epochs=2).fit(make_classifier(), datamodule=digits())
+    average = averaging._average_model.module.model
+    torch.testing.assert_close(average.head.weight, torch.stack(seen[3:]).mean(0), atol=1e-6, rtol=1e-5)
+    assert orthogonality_error(average) < 2e-6
+
+
 def test_before_its_first_update_the_average_follows_the_weights(tmp_path):
     averaging, seen = WeightAveraging(decay=0.5, start_step=3), []
 
