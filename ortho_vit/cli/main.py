@@ -34,6 +34,7 @@ from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, is_trial
 from ortho_vit.training.classifier import Classifier
+from ortho_vit.training.hyperparameters import HyperParameters
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
@@ -241,10 +242,16 @@ class CommandLine(LightningCLI):
         self.history = History()
         callbacks = [*callbacks, self.history]
         if config["logger"] and not config["fast_dev_run"]:
-            callbacks.append(LearningRateMonitor(logging_interval="step"))
+            callbacks += [LearningRateMonitor(logging_interval="step"), HyperParameters(self._values())]
         if config["enable_progress_bar"] is not False:
             callbacks.append(progress_bar())
         return super()._instantiate_trainer(config, callbacks)
+
+    def _values(self) -> dict[str, Any]:
+        """What the model's hyper-parameters do not say about a run."""
+        config = self.config[self.subcommand]
+        trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision")}
+        return {"seed": config.seed_everything, "data": config.data.as_dict(), "trainer": trainer}
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Not while the object is being made: see `run`."""
@@ -290,8 +297,7 @@ class CommandLine(LightningCLI):
             run = Path(self.trainer.log_dir)
             command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
             board = isinstance(self.trainer.logger, TensorBoardLogger)
-            logs = f"tensorboard --logdir {run}" if board else type(self.trainer.logger).__name__
-            self._say(f"test it: {command}   logs: {logs}")
+            self._say(f"test it: {command}" + (f"   logs: tensorboard --logdir {run}" if board else ""))
 
     def _claim_folder(self, checkpoints: Checkpoints) -> None:
         """Before anything is written, and before other processes are started; they ask this one where to write."""

@@ -159,7 +159,7 @@ class Checkpoints(Checkpoint):
         if last and not (resumed and resumed.resolve().parent == last.resolve().parent):
             raise FileExistsError(
                 f"{last} is there already; nothing was overwritten.  "
-                f"Continue it with --ckpt_path {last}, or choose another --name or --trainer.default_root_dir"
+                f"Continue it with --ckpt_path {last}, or choose another folder: {_other_folder(trainer)}"
             )
 
     def on_train_batch_end(
@@ -252,6 +252,13 @@ class Checkpoints(Checkpoint):
 def _is_stopping(trainer: L.Trainer) -> bool:
     """Whether training ends after this step: a callback has asked for it, or a signal."""
     return trainer.should_stop or bool(signals.agreed)
+
+
+def _other_folder(trainer: L.Trainer) -> str:
+    """The option that decides where a run is written."""
+    if trainer.logger is None:
+        return "--trainer.default_root_dir"
+    return f"the save_dir, name or version of {type(trainer.logger).__name__}"
 
 
 def is_trial(trainer: L.Trainer) -> bool:

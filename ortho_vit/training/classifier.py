@@ -377,7 +377,7 @@ class Classifier(L.LightningModule):
                 "another scheduler",
             )
         optimizer._opt_called = True  # type: ignore[attr-defined]  # the first step may be left out, without a warning
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return {"optimizer": optimizer, "lr_scheduler": schedule | {"name": "lr"}}  # what its curve is called
 
     def _warmup_cosine(self) -> Callable[[int], float]:
         """The default schedule, over the length of this run."""

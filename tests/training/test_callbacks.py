@@ -5,6 +5,7 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -63,9 +64,8 @@ def test_without_a_threshold_the_monitor_only_tells(tmp_path):
 
 def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
     logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
-    trainer = make_trainer(
-        tmp_path, AttentionImages(every_n_epochs=1), max_epochs=1, logger=logger, log_every_n_steps=1
-    )
+    callbacks = AttentionImages(every_n_epochs=1), LearningRateMonitor(logging_interval="step")
+    trainer = make_trainer(tmp_path, *callbacks, max_epochs=1, logger=logger, log_every_n_steps=1)
     trainer.fit(make_classifier(), datamodule=digits())
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "scalars": 0})
     events.Reload()
@@ -74,6 +74,7 @@ def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
     assert {"val/accuracy", "val/accuracy_top5", "train/loss", "train/loss_step"} <= set(
         events.Tags()["scalars"]
     )
+    assert "lr" in events.Tags()["scalars"]  # whatever the optimizer
     assert {"attention/maps", f"gram/{layer}"} <= set(events.Tags()["images"])
 
 
