@@ -389,7 +389,7 @@ class Classifier(L.LightningModule):
         self.trainer.fit_loop.setup_data()  # which says how long an epoch is
         an_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         warmup = min(round(self.warmup_epochs * an_epoch), int(total))
-        return partial(warmup_cosine, warmup=warmup, total=int(total))
+        return lambda step: warmup_cosine(step, warmup=warmup, total=int(total))
 
     def _scheduler_config(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._scheduler is not None
