@@ -15,8 +15,9 @@ import yaml
 
 import ortho_vit
 from ortho_vit import resources
-from ortho_vit.cli import entry, export
+from ortho_vit.cli import entry
 from ortho_vit.cli.compose import expand, find_config
+from ortho_vit.models.weights import export_folder
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("ortho_vit", "configs", "checkpoints", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -97,11 +98,12 @@ print(json.dumps({
 
 
 def test_export_writes_below_the_working_directory_where_the_package_is_installed(monkeypatch, tmp_path):
+    monkeypatch.delenv("ORTHO_VIT_CHECKPOINTS", raising=False)
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(resources, "PACKAGE", tmp_path)
-    assert export.parse(["--ckpt_path", "best.ckpt", "--name", "tag"]).folder == "checkpoints"
+    assert export_folder() == Path("checkpoints")
     monkeypatch.undo()
-    assert export.parse(["--ckpt_path", "best.ckpt", "--name", "tag"]).folder == str(ROOT / "checkpoints")
+    assert export_folder() == ROOT / "checkpoints"
 
 
 def test_a_configuration_of_the_working_directory_goes_before_the_packages(monkeypatch, tmp_path):

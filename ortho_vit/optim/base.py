@@ -46,6 +46,7 @@ def is_count(k: Any) -> bool:
 class StiefelOptimizer(Optimizer):
     """The base of every optimizer here.  A family sets `free_rule` and defines `new_state` and `move`."""
 
+    keeps_stiefel = True  # it knows constrained parameters: see `ortho_vit.parameter`
     free_rule: ClassVar[FreeRule]
     exact: ClassVar[bool] = True  # it stays on the manifold
     starts_on_manifold: ClassVar[bool] = True
@@ -67,9 +68,8 @@ class StiefelOptimizer(Optimizer):
         self._forget()
         self._sharding.stale = state.pop("stale", False)
         super().__setstate__(state)
-        for group in self.param_groups:  # of an earlier version
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+        for group in self.param_groups:
+            group.setdefault("capturable", None)  # which version 0.1 did not have
 
     # ------------------------------------------------------------------------------------------ what a family defines
 
@@ -357,9 +357,8 @@ class StiefelOptimizer(Optimizer):
             master = {key: state[key] for key in state if key == "master"}
             state.clear()
             state.update(master, **self.new_state(X, group), step=new_count(p, bool(capturable)))
-            tolerance = self._first_step_tolerance(p.dtype)
-            if self.starts_on_manifold and not capturable and orthogonality_error(X) > tolerance:
-                X.copy_(polar(X))
+            if self.starts_on_manifold and not capturable:
+                self._begin_on_manifold(p, X)
                 p.copy_(tensor)
         state["step"] = state["step"].to(p.device if capturable else "cpu")  # it may have been loaded
         for key, x in state.items():
@@ -367,6 +366,16 @@ class StiefelOptimizer(Optimizer):
                 state[key] = x.to(tensor.dtype)
         if free is not None:
             self.free_rule.init(Part(free, free, state, "free_"), bool(capturable))
+
+    def _begin_on_manifold(self, p: Tensor, X: Tensor) -> None:
+        """Before the first step: weights may have been loaded since the optimizer was made."""
+        if not orthogonality_error(X) <= self._first_step_tolerance(p.dtype):
+            try:
+                X.copy_(polar(X))
+            except ValueError as problem:
+                raise ValueError(
+                    f"{type(self).__name__}: {self.name_of(p)} cannot be made orthonormal; {problem}"
+                ) from None
 
     def _first_step_tolerance(self, dtype: torch.dtype) -> float:
         """What is left to the step itself; a method that does not measure X Xᵀ begins as exactly as it can."""

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 
+from ortho_vit.errors import DivergedError
 from ortho_vit.training.recorder import Recorder, write_json
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
@@ -73,9 +74,9 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path, step):
 @pytest.mark.parametrize(
     "error",
     [
-        FloatingPointError("the loss is nan at step 3 (epoch 0; batch 3 with samples 1, 2); lower the rate"),
-        RuntimeError("StiefelSGD: weight: the step overflowed; lower the learning rate"),
-        RuntimeError("weight has left the manifold at step 3: its orthogonality error is 1"),
+        DivergedError("the loss is nan at step 3 (epoch 0; batch 3 with samples 1, 2); lower the rate"),
+        DivergedError("StiefelSGD: weight: the step overflowed; lower the learning rate"),
+        DivergedError("weight has left the manifold at step 3: its orthogonality error is 1"),
     ],
 )
 def test_a_run_that_diverges_has_a_result_with_step_and_reason(tmp_path, error):
