@@ -170,10 +170,22 @@ def explain(message: str, options: Iterable[str]) -> str:
         hint = _did_you_mean(match[1], _parameters(path[1] if path else ""))
         return f"{key}: {owner} has no option {match[1]!r}{hint}"
     if match := re.search(r"the following arguments are required: (.*?)(?:\. Got value.*)?$", message, re.M):
-        return f"missing: {re.sub(r'(fit|validate|test|predict)[.]', '', match[1])}; a --config file can give them"
+        missing = re.sub(r"(fit|validate|test|predict)[.]", "", match[1])
+        of = f" of {key}" if key else ""
+        return f"missing: {missing}{of}; a --config file can give them"
     if match := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
         hint = _did_you_mean(match[2], dir(importlib.import_module(match[1])))
         return f"{key}: {match[1]} has no {match[2]!r}{hint}"
+    if match := re.search(r"Problem with given class_path '([^']+)':\s+(?!Parser key)(\S.*)", message):
+        kind = re.search(r"Subtypes: \[<class '[\w.]+\.(\w+)'>", message)
+        where = key or ("trainer.logger" if kind and kind[1] == "Logger" else "class_path")
+        return f"{where}: {match[1].rpartition('.')[2]}: {match[2]}"
+    if "unhashable type" in message:
+        return f"{key}: class_path must be the path of a class, a word, such as {_example(key)}"
+    if match := re.search(
+        r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: (\S+),", message
+    ):
+        return f"{key}: there are several {match[1]}; give the whole path, such as {match[2]}"
     return _explain_value(key, message.rpartition(f'Parser key "{keys[-1]}":')[2] if keys else message)
 
 
@@ -189,12 +201,26 @@ def _explain_value(key: str, problem: str) -> str:
     unknown = re.search(r"Expected a dot import path string: (\S+)", problem)
     simple = [kind.replace("NoneType", "null") for kind in dict.fromkeys(kinds) if kind != "torch.Tensor"]
     if unknown and simple in ([], ["null"]):
-        example = "ortho_vit.data.CIFAR10" if key.startswith("data") else "ortho_vit.optim.StiefelSGD"
-        return f"{key}: {unknown[1]!r} is no known class; give its whole path, such as {example}"
+        return f"{key}: {unknown[1]!r} is no known class; give its whole path, such as {_example(key)}"
+    value = re.search(r"but got (.*?)\. Got value|Given value: (.*)", problem)
+    if value and re.search(r"Expected an import path or a subclass spec|Subclass types expect", problem):
+        return f"{key}: expected a class, such as {_example(key)}, got {value[1] or value[2]}"
     if simple and given:
         return f"{key}: expected {' or '.join(simple)}, got {given[1] or given[2]}"
     line = " ".join(problem.split())
     return f"{key}: {line}" if key else line
+
+
+def _example(key: str) -> str:
+    """The path of a class that may stand at a key."""
+    examples = {
+        "data": "ortho_vit.data.CIFAR10",
+        "model.scheduler": "torch.optim.lr_scheduler.StepLR",
+        "trainer.logger": "lightning.pytorch.loggers.CSVLogger",
+    }
+    return next(
+        (path for start, path in examples.items() if key.startswith(start)), "ortho_vit.optim.StiefelSGD"
+    )
 
 
 def _unknown_part(key: str, options: list[str]) -> str:

@@ -21,7 +21,12 @@ Train, evaluate and use Vision Transformers with orthogonal attention.
     {program} predict  --config RUN/config.yaml --ckpt_path RUN/checkpoints/best.ckpt --predictions.path OUT.csv
     {program} predict  --weights NAME --pictures FOLDER           what trained weights see in your images
     {program} test     --weights NAME                             measure the accuracy that their card claims
+    {program} test     --weights NAME --per_class.folder OUT      and that of each class, with a confusion matrix
     {program} export   --ckpt_path RUN/checkpoints/best.ckpt --name TAG    a run becomes such weights
+
+    {program} models                                              the trained weights, as a table
+    {program} info | verify NAME                                  their card; whether they are what it says
+    {program} onnx NAME OUT.onnx                                  write them as an ONNX model
 
 Start with   {program} --config quickstart.yaml
 

@@ -30,20 +30,23 @@ from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_card import expand_card
 from ortho_vit.cli.run_folder import classes_of, read_config, read_run, run_of, with_spec
+from ortho_vit.cli.zoo import Zoo
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
 from ortho_vit.training.classifier import Classifier, check_classes
+from ortho_vit.training.hyperparameters import HyperParameters
 from ortho_vit.training.images import AttentionImages
-from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter
+from ortho_vit.training.measuring import OrthogonalityMonitor
+from ortho_vit.training.predictions import PerClass, PredictionWriter
 from ortho_vit.training.reporting import (
     DataLine,
     History,
     TensorBoard,
+    as_table,
     describe,
     named_for,
-    preview,
     progress_bar,
     quiet_writer,
     summary,
@@ -56,7 +59,8 @@ MAY_CHANGE = (
     "compile",
     "optimizer.init_args.shard_stiefel",
 )  # in a run that is resumed
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "export")
+OF_THE_ZOO = ("models", "info", "verify", "onnx")
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "export", *OF_THE_ZOO)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -130,6 +134,8 @@ class CommandLine(LightningCLI):
         parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
         parser.add_lightning_class_args(AttentionImages, "images")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
+        if self._chosen == "test":
+            parser.add_lightning_class_args(PerClass, "per_class")
 
     # --------------------------------------------------------------------------------------------- parsing
 
@@ -266,6 +272,12 @@ class CommandLine(LightningCLI):
             config.data = None
         try:
             super().instantiate_classes()
+        except (
+            ValueError
+        ) as error:  # of a class that the parser could not make, such as a logger that is not installed
+            if "Problem with given class_path" not in str(error):
+                raise
+            raise UsageError(explain(str(error), ())) from error
         finally:
             config.data = described
         self.datamodule = self.datamodule or self._data
@@ -292,10 +304,16 @@ class CommandLine(LightningCLI):
         self.history = History()
         callbacks = [*callbacks, DataLine(), self.history]
         if config["logger"] and not config["fast_dev_run"]:
-            callbacks.append(LearningRateMonitor(logging_interval="step"))
+            callbacks += [LearningRateMonitor(logging_interval="step"), HyperParameters(self._values())]
         if config["enable_progress_bar"] is not False:
             callbacks.append(progress_bar())
         return super()._instantiate_trainer(config, callbacks)
+
+    def _values(self) -> dict[str, Any]:
+        """What the model's hyper-parameters do not say about a run."""
+        config = self.config[self.subcommand]
+        trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision")}
+        return {"seed": config.seed_everything, "data": config.data.as_dict(), "trainer": trainer}
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Not while the object is being made: see `run`."""
@@ -352,7 +370,8 @@ class CommandLine(LightningCLI):
         if self.trainer.log_dir and checkpoints.best_path:
             run = Path(self.trainer.log_dir)
             command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
-            self._say(f"test it: {command}   logs: tensorboard --logdir {run}")
+            board = isinstance(self.trainer.logger, TensorBoardLogger)
+            self._say(f"test it: {command}" + (f"   logs: tensorboard --logdir {run}" if board else ""))
 
     def _require_test_set(self) -> None:
         """Raise UsageError where the test at the end would have nothing to test on."""
@@ -384,13 +403,18 @@ class CommandLine(LightningCLI):
 
     def test(self, **kwargs: Any) -> None:
         self._summarize(dict(self.trainer.test(**kwargs | {"verbose": False})[0]), kwargs["ckpt_path"])
+        per_class: PerClass = self.config_init[self.subcommand].per_class
+        if per_class.folder is not None:
+            self._say(as_table(("class", "images", "accuracy"), per_class.rows()))
+            self._say(f"per-class accuracy and confusion matrix in {per_class.folder}")
 
     def predict(self, **kwargs: Any) -> None:
         self.trainer.predict(**kwargs | {"return_predictions": False})
         writer: PredictionWriter = self.config_init[self.subcommand].predictions
-        assert writer.target is not None
+        if writer.target is None:  # the standard output, which holds nothing else
+            return
         if writer.count:
-            self._say(preview(writer.target))
+            self._say(as_table(("file", "class", "probability"), writer.preview))
         self._say(f"{writer.count} predictions in {writer.target}")
 
     def stopped(self, stop: Stopped) -> str:
@@ -548,6 +572,13 @@ def _continuing(arguments: list[str], checkpoint: Path) -> str:
     return f"{start} {shlex.join([*kept, '--ckpt_path', str(checkpoint)])}"
 
 
+def _command(arguments: list[str]) -> Any:
+    """What the arguments ask for, parsed."""
+    if arguments[0] == "export":
+        return Export(arguments[1:])
+    return Zoo(arguments) if arguments[0] in OF_THE_ZOO else CommandLine(arguments)
+
+
 def main(arguments: list[str]) -> int:
     """Run a command; the exit code."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -560,7 +591,7 @@ def main(arguments: list[str]) -> int:
             )
         code, command = 2, None
         try:
-            command = Export(arguments[1:]) if arguments[0] == "export" else CommandLine(arguments)
+            command = _command(arguments)
             code = 1
             command.run()
         except Exception as error:

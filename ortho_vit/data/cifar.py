@@ -91,7 +91,8 @@ class _CIFAR(TensorDataModule):
             archives = " or ".join(layout.archive for layout in self.layouts)
             raise FileNotFoundError(
                 f"{type(self).__name__}: nothing found in {self.root.absolute()}; put {archives} there "
-                f"(as it is, or extracted), or set download=True to fetch it from {HOST}"
+                f"(as it is, or extracted), or fetch it from {HOST}: download=True, "
+                "on the command line --data.download true"
             )
         layout, path = found
         names = layout.train if train else layout.test

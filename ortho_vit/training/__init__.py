@@ -3,7 +3,8 @@
 from ortho_vit.training.checkpointing import AtomicCheckpointIO, Checkpoints
 from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.images import AttentionImages
-from ortho_vit.training.measuring import OrthogonalityMonitor, PredictionWriter, WeightAveraging
+from ortho_vit.training.measuring import OrthogonalityMonitor, WeightAveraging
+from ortho_vit.training.predictions import PerClass, PredictionWriter
 from ortho_vit.training.reporting import History
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Classifier",
     "History",
     "OrthogonalityMonitor",
+    "PerClass",
     "PredictionWriter",
     "WeightAveraging",
 ]

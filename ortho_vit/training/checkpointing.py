@@ -192,7 +192,7 @@ class Checkpoints(Checkpoint):
         if last and not (resumed and resumed.resolve().parent == last.resolve().parent):
             raise FileExistsError(
                 f"{last} is there already; nothing was overwritten.  "
-                f"Continue it with --ckpt_path {last}, or choose another --name or --trainer.default_root_dir"
+                f"Continue it with --ckpt_path {last}, or choose another folder: {_other_folder(trainer)}"
             )
         if resumed is not None:
             refuse_to_lose_steps(resumed)
@@ -331,6 +331,13 @@ def _not_written(path: Path, error: Exception) -> str:
 def _is_stopping(trainer: L.Trainer) -> bool:
     """Whether training ends after this step: a callback has asked for it, or a signal."""
     return trainer.should_stop or bool(signals.agreed)
+
+
+def _other_folder(trainer: L.Trainer) -> str:
+    """The option that decides where a run is written."""
+    if trainer.logger is None:
+        return "--trainer.default_root_dir"
+    return f"the save_dir, name or version of {type(trainer.logger).__name__}"
 
 
 def is_trial(trainer: L.Trainer) -> bool:

@@ -44,12 +44,20 @@ from ortho_vit.training.compile import compile_model
 from ortho_vit.training.finite_steps import FiniteSteps, Seen
 from ortho_vit.training.measuring import put_on_manifold
 from ortho_vit.training.metrics import Mean, restore, state_of
-from ortho_vit.training.schedule import warmup_cosine
+from ortho_vit.training.schedule import (
+    SCHEDULERS,
+    Adapted,
+    Interval,
+    SchedulerFactory,
+    scheduler_config,
+    warmup_cosine,
+)
 from ortho_vit.training.stopping import StopOnSignal
 
 SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 NUMERICS = 2  # the version of the training arithmetic: runs continue to the same bits within one version
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
+Kind = type | tuple[type, ...]
 
 
 class Classifier(L.LightningModule):
@@ -71,11 +79,22 @@ class Classifier(L.LightningModule):
             differs.  To continue a run that was interrupted, use `ckpt_path` instead.
         label_smoothing: the share of the target that is spread over all classes.
         warmup_epochs: how long the learning rate rises before it falls along a cosine to 0.01 of its peak.
+        scheduler: another schedule than warm-up and cosine: the class and the arguments of a scheduler of
+            `torch.optim.lr_scheduler` or `timm.scheduler`.  Those for plateaus watch val/loss, with mode max val/accuracy.
+        scheduler_interval: whether it advances after each "epoch" or each "step"; null: by epoch, except for OneCycleLR,
+            CyclicLR and those of timm with t_in_epochs false.
+        param_groups: options of the optimizer for some parameters, found by name with wildcards, the first match deciding:
+            `[{match: "*.qkv.weight", lr: 0.01}, {match: ["*.bias", "*norm*"], weight_decay: 0}]`.
         layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
         freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
         skip_nonfinite: leave out the optimizer steps whose loss or gradient is not finite, instead of stopping; a
             hundred of them in a row stop the run nevertheless.
         compile: run the model through `torch.compile`: a minute or so at the start, faster steps afterwards.
+
+    Gradient clipping (`trainer.gradient_clip_val`) measures gradients as autograd gives them.  For a constrained block this
+    includes the part normal to the manifold, which moves nothing: the norm is overestimated, so that clipping by norm is a
+    little stricter than the threshold says (by 0.03 % at the start of training on the digits).  It keeps the direction of
+    the step along the manifold; clipping by value changes it.
     """
 
     def __init__(
@@ -94,6 +113,9 @@ class Classifier(L.LightningModule):
         warmup_epochs: float = 0.0,
         layer_decay: float = 1.0,
         freeze: list[str] | None = None,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_interval: Interval | None = None,
+        param_groups: list[dict[str, Any]] | None = None,
         skip_nonfinite: bool = False,
         compile: bool = False,
     ) -> None:
@@ -112,10 +134,23 @@ class Classifier(L.LightningModule):
         self._require(0 <= label_smoothing < 1, f"label_smoothing must be in [0, 1), got {label_smoothing}")
         self._require(0 <= warmup_epochs < math.inf, f"warmup_epochs must be at least 0, got {warmup_epochs}")
         self._require(0 < layer_decay <= 1, f"layer_decay must be in (0, 1], got {layer_decay}")
+        self._require(
+            scheduler is None or warmup_epochs == 0,
+            f"warmup_epochs is {warmup_epochs:g}, which belongs to the schedule that scheduler replaces; set it to 0",
+        )
+        self._require(
+            scheduler is not None or scheduler_interval is None,
+            f"scheduler_interval is {scheduler_interval!r}, but there is no scheduler; give one, or leave it out",
+        )
         spec = _spec(locals())
-        recipe, optimizer = _as_plain(optimizer), _as_factory(optimizer)
+        recipes = {
+            "optimizer": _as_plain(optimizer, Optimizer),
+            "scheduler": scheduler and _as_plain(scheduler, SCHEDULERS),
+        }
+        optimizer = _as_factory(optimizer, Optimizer, "an optimizer")
+        scheduler = scheduler and _as_factory(scheduler, SCHEDULERS, "a scheduler of torch or timm")
         self.save_hyperparameters()  # from the command line these are the parsed values already
-        self.hparams["optimizer"] = self.hparams["optimizer"] if recipe is None else recipe
+        self.hparams.update({key: recipe for key, recipe in recipes.items() if recipe is not None})
         self.hparams.update(spec.options())  # with what may stand in model_kwargs too in its own place
 
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
@@ -130,8 +165,11 @@ class Classifier(L.LightningModule):
             raise ValueError(
                 f"Classifier: constraint={constraint!r}, but no parameter of {name!r} is constrained"
             )
-        self._optimizer = optimizer
-        self.make_optimizer()  # whatever is wrong with it is known before any data is read
+        self._optimizer, self._param_groups = optimizer, param_groups or []
+        self._scheduler, self._interval = scheduler, scheduler_interval
+        made = self.make_optimizer()  # whatever is wrong with it is known before any data is read
+        if scheduler is not None:
+            self._scheduler_config(made)
 
         top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
         metrics = MetricCollection(
@@ -254,10 +292,11 @@ class Classifier(L.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val/loss", self.val_metrics)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, "test/loss", self.test_metrics)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._evaluate(batch, "test/loss", self.test_metrics)
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> None:
+    def _evaluate(self, batch: tuple[Tensor, Tensor], loss_name: str, metrics: MetricCollection) -> Tensor:
+        """Update and log the metrics; returns the logits."""
         images, labels = batch
         logits = self._logits(images)
         if len(labels):  # a rank may have none left, and has its part in the mean nevertheless
@@ -265,24 +304,34 @@ class Classifier(L.LightningModule):
         loss = F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
         self.log(loss_name, loss, batch_size=len(labels), sync_dist=True)
         self.log_dict(dict(metrics.items()), batch_size=len(labels))
+        return logits
 
-    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor, Tensor]:
-        """The names of a batch, the class of each, and its probability."""
+    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> tuple[Any, Tensor]:
+        """The names of a batch, and the probability of each class for each image."""
         images, names = batch
-        probability, label = self._logits(images).softmax(-1).max(-1)
-        return names, label, probability
+        return names, self._logits(images).softmax(-1)
 
     # ------------------------------------------------------------------------------ optimizer and schedule
 
     def make_optimizer(self) -> Optimizer:
-        """The optimizer over whatever is trainable now; groups are derived from the model anew each time."""
-        groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
+        """The optimizer of the parameters that are trainable now, in groups by learning rate and options."""
+        groups: dict[tuple[float, int], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                groups.setdefault(self._lr_scale(name), []).append((name, parameter))
-        optimizer = self._optimizer([{"params": named, "lr_scale": scale} for scale, named in groups.items()])
-        for group in optimizer.param_groups:
-            group["lr"] *= group["lr_scale"]
+                key = self._lr_scale(name), self._group_of(name)
+                groups.setdefault(key, []).append((name, parameter))
+        options = self._group_options()
+        optimizer = self._optimizer(
+            [{"params": named} | options[number] for (_, number), named in groups.items()]
+        )
+        unknown = {key for choice in options for key in choice} - optimizer.defaults.keys()
+        self._require(
+            not unknown,
+            f"param_groups: {type(optimizer).__name__} has no option {', '.join(map(repr, sorted(unknown)))}; "
+            f"it has {', '.join(optimizer.defaults)}",
+        )
+        for group, (scale, _) in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] *= scale
         constrained = any(isinstance(p, StiefelParameter) for named in groups.values() for _, p in named)
         if constrained and not isinstance(optimizer, StiefelOptimizer):
             raise ValueError(
@@ -290,6 +339,31 @@ class Classifier(L.LightningModule):
                 "use an optimizer of ortho_vit.optim, or set model.constraint to null"
             )
         return optimizer
+
+    def _group_options(self) -> list[dict[str, Any]]:
+        """The options of each of `param_groups`, and last those of all other parameters: none."""
+        names = [name for name, _ in self.model.named_parameters()]
+        for choice in self._param_groups:
+            self._require(
+                "match" in choice,
+                f"param_groups: {choice} lacks `match`, a name of parameters with wildcards",
+            )
+            for pattern in _patterns(choice):
+                self._require(
+                    any(fnmatchcase(name, pattern) for name in names),
+                    f"param_groups: no parameter is called {pattern!r}",
+                )
+        return [
+            *({k: v for k, v in choice.items() if k != "match"} for choice in self._param_groups),
+            {},
+        ]
+
+    def _group_of(self, name: str) -> int:
+        """The number of the first of `param_groups` that matches a name, or their count."""
+        for number, choice in enumerate(self._param_groups):
+            if any(fnmatchcase(name, pattern) for pattern in _patterns(choice)):
+                return number
+        return len(self._param_groups)
 
     def _lr_scale(self, name: str) -> float:
         """layer_decay to the number of layers above: the head has none, the embeddings have all blocks."""
@@ -307,6 +381,23 @@ class Classifier(L.LightningModule):
         return self.layer_decay**above
 
     def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer()
+        if self._scheduler is None:
+            factor = self._warmup_cosine()
+            schedule: dict[str, Any] = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
+        else:
+            schedule = self._scheduler_config(optimizer)
+            watched = getattr(schedule["scheduler"], "watches", None)
+            self._require(
+                watched is None or self.trainer.enable_validation,
+                f"the scheduler watches {watched}, and there is no validation; set trainer.limit_val_batches, or take "
+                "another scheduler",
+            )
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # the first step may be left out, without a warning
+        return {"optimizer": optimizer, "lr_scheduler": schedule | {"name": "lr"}}  # what its curve is called
+
+    def _warmup_cosine(self) -> Callable[[int], float]:
+        """The default schedule, over the length of this run."""
         total = self.trainer.estimated_stepping_batches
         self._require(
             math.isfinite(total),
@@ -315,10 +406,35 @@ class Classifier(L.LightningModule):
         self.trainer.fit_loop.setup_data()  # which says how long an epoch is
         an_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         warmup = min(round(self.warmup_epochs * an_epoch), int(total))
-        optimizer = self.make_optimizer()
-        scheduler = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup=warmup, total=int(total)))
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # the first step may be left out, without a warning
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return lambda step: warmup_cosine(step, warmup=warmup, total=int(total))
+
+    def _scheduler_config(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._scheduler is not None
+        try:
+            return scheduler_config(self._scheduler(optimizer), self._interval)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Classifier: scheduler: {error}") from error
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if (
+            getattr(scheduler, "watches", None) is None
+        ):  # those that watch a metric wait for the end of the epoch
+            scheduler.step()
+
+    def _watching(self) -> list[Adapted]:
+        """The schedulers that watch a metric."""
+        made = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return [scheduler for scheduler in made if isinstance(scheduler, Adapted) and scheduler.watches]
+
+    def on_validation_end(self) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            for scheduler in self._watching():
+                scheduler.score = float(self.trainer.callback_metrics[str(scheduler.watches)])
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self._watching():
+            if scheduler.score is not None:
+                scheduler.step()
 
     # -------------------------------------------------------------------------------------- exact resuming
 
@@ -463,18 +579,23 @@ def _seed_everything(*parts: int) -> None:
     torch.manual_seed(seed)
 
 
-# -------------------------------------------------------------- the optimizer, as a call and as values
+# -------------------------------------------- the optimizer and the scheduler, as calls and as values
 
 
-def _as_factory(optimizer: Any) -> OptimizerFactory:
-    """What builds the optimizer from its parameters; `optimizer` may also be its plain values."""
-    if not isinstance(optimizer, dict):
-        return optimizer
-    cls = class_at(optimizer["class_path"], Optimizer, "an optimizer")
-    return partial(cls, **optimizer.get("init_args", {}))
+def _patterns(choice: dict[str, Any]) -> list[str]:
+    """The names that one of `param_groups` matches."""
+    match = choice.get("match", [])
+    return [match] if isinstance(match, str) else match
 
 
-def class_at(path: Any, kind: type, what: str) -> type:
+def _as_factory(value: Any, kind: Kind, what: str) -> Any:
+    """What builds the optimizer or the scheduler; `value` may also be its plain values."""
+    if not isinstance(value, dict):
+        return value
+    return partial(class_at(value["class_path"], kind, what), **value.get("init_args", {}))
+
+
+def class_at(path: Any, kind: Kind, what: str) -> type:
     """The class at a dotted path.  A file may name any: what is not of that kind is refused, not called."""
     module, _, name = str(path).rpartition(".")
     try:
@@ -486,12 +607,12 @@ def class_at(path: Any, kind: type, what: str) -> type:
     return cls
 
 
-def _as_plain(optimizer: Any) -> dict[str, Any] | None:
+def _as_plain(value: Any, kind: Kind) -> dict[str, Any] | None:
     """`class_path` and `init_args` of a class or `functools.partial`; None where only the parser knows them."""
-    if isinstance(optimizer, dict):
-        return optimizer
-    cls = optimizer.func if isinstance(optimizer, partial) else optimizer
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+    if isinstance(value, dict):
+        return value
+    cls = value.func if isinstance(value, partial) else value
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
         return None
-    arguments = dict(optimizer.keywords) if isinstance(optimizer, partial) else {}
+    arguments = dict(value.keywords) if isinstance(value, partial) else {}
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}

@@ -1,8 +1,6 @@
 """What is watched, averaged and written down during a run."""
 
-import csv
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -75,23 +73,27 @@ def rounding_error(dtype: torch.dtype) -> float:
 
 
 class WeightAveraging(EMAWeightAveraging):
-    """An exponential moving average of the weights, which is what gets validated, saved and kept at the end.
+    """An average of the weights, by default an exponential moving one, which is validated, saved and kept at the end.
 
     The mean of orthonormal matrices is not orthonormal, so each constrained block of the average is replaced by its
     polar factor, the nearest orthonormal one, whenever the average has moved.
 
     Args:
-        decay: how much of the average remains at each update.
+        decay: how much of the average remains at each update; null weighs all updates equally (stochastic weight averaging).
         every_n_steps: the number of optimizer steps between two updates.
         start_step: the step of the first update; before it the average follows the weights.
     """
 
-    def __init__(self, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"WeightAveraging: decay must be in [0, 1), got {decay}")
+    def __init__(self, decay: float | None = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(f"WeightAveraging: decay must be in [0, 1) or null, got {decay}")
         if every_n_steps < 1:
             raise ValueError(f"WeightAveraging: every_n_steps must be at least 1, got {every_n_steps}")
-        super().__init__(decay=decay, update_every_n_steps=every_n_steps, update_starting_at_step=start_step)
+        super().__init__(
+            decay=decay or 0.0, update_every_n_steps=every_n_steps, update_starting_at_step=start_step
+        )
+        if decay is None:
+            del self._kwargs["avg_fn"]  # torch's own is the equally weighted mean
         self._current: list[Tensor] = []  # the weights, while the average is validated in their place
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
@@ -139,67 +141,3 @@ def put_on_manifold(module: torch.nn.Module) -> None:
         if isinstance(parameter, StiefelParameter):
             X = parameter.matrices()
             X.copy_(polar(X))
-
-
-class PredictionWriter(Callback):
-    """Writes the predictions as a CSV file: the picture's name, its class, and the probability of that class.
-
-    Args:
-        path: the file, which must not exist yet.
-    """
-
-    def __init__(self, path: str = "predictions.csv") -> None:
-        self.path = path
-        self.target: Path | None = None
-        self.count = 0
-        self._classes: Any = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "predict":
-            return
-        target = Path(self.path)
-        if trainer.global_rank:
-            target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
-        if target.exists():
-            raise FileExistsError(
-                f"{target} is there already; nothing was overwritten, choose another --predictions.path"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
-        self.target, self.count = target, 0
-        with open(self._partial, "w", newline="") as file:
-            csv.writer(file).writerow(["file", "class", "probability"])
-
-    @property
-    def _partial(self) -> Path:
-        """What is written until it is whole."""
-        assert self.target is not None
-        return self.target.with_name(f".{self.target.name}.partial")
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self.target is not None
-        self._partial.replace(self.target)
-
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        if self.target is not None:
-            self._partial.unlink(missing_ok=True)
-
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        names, labels, probabilities = outputs
-        with open(self._partial, "a", newline="") as file:
-            writer = csv.writer(file)
-            for name, label, probability in zip(names, labels.tolist(), probabilities.tolist(), strict=True):
-                writer.writerow(
-                    [name, self._classes[label] if self._classes else label, f"{probability:.6f}"]
-                )
-                self.count += 1

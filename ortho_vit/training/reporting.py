@@ -2,12 +2,11 @@
 
 import contextlib
 import csv
-import itertools
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -276,14 +275,12 @@ def _moved_by(model: torch.nn.Module, optimizer: Any) -> str:
     )
 
 
-def preview(path: Path, rows: int = 10) -> str:
-    """The first predictions of a CSV file as a table."""
-    with open(path, newline="") as file:
-        lines = list(itertools.islice(csv.reader(file), rows + 1))
-    table = Table(*lines[0])
-    for name, label, probability in lines[1:]:
-        table.add_row(name, label, f"{float(probability):.1%}")
-    return _plain(table)
+def as_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Rows under a header, plain where the output is not a terminal."""
+    made = Table(*columns)
+    for row in rows:
+        made.add_row(*row)
+    return _plain(made)
 
 
 def named_for(data: Any, results: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,17 @@ COMMANDS = {
     "negative workers": (options("--data.num_workers -1"), "num_workers must be at least 0, got -1"),
     "a validation set of everything": (options("--data.val_size 5000"), r"val_size must be in \[0, 1438\) .* got 5000"),
     "data that are not there": (
-        options("--data CIFAR10 --model.name ortho_vit_pico"), "CIFAR10: nothing found in .*download=True"),
+        options("--data CIFAR10 --model.name ortho_vit_pico"), "CIFAR10: nothing found in .*--data.download true"),
+    "a list for an optimizer": (options("--model.optimizer [1]"), r"optimizer: expected a class, .*StiefelSGD, got \[1\]"),
+    "a list for a class": (options("--model.optimizer.class_path [1]"), "class_path must be the path of a class, a word"),
+    "a list for data": (options("--data [1]"), r"data: expected a class, such as ortho_vit.data.CIFAR10, got \[1\]"),
+    "an unknown scheduler": (options("--model.scheduler StepLRR"), "whole path, such as torch.optim.lr_scheduler.StepLR"),
+    "a scheduler of two libraries": (
+        options("--model.scheduler ReduceLROnPlateau"), "several ReduceLROnPlateau; .* torch.optim.lr_scheduler.Reduce"),
+    "a scheduler without its length": (options("--model.scheduler StepLR"), "missing: step_size of model.scheduler"),
+    "Lightning's option for a scheduler": (options("--lr_scheduler StepLR"), "did you mean --model.scheduler"),
+    "a group that matches nothing": (
+        options("--model.param_groups \"[{match: nothing}]\""), "param_groups: no parameter is called 'nothing'"),
     "no end of training": (options("--trainer.max_epochs null"), "needs to know its end: give --trainer.max_epochs"),
     "infinite training": (options("--trainer.max_epochs -1"), "needs to know its end: give --trainer.max_epochs"),
     "epochs below minus one": (options("--trainer.max_epochs -2"), "non-negative integer or -1. You passed in -2"),

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ortho_vit.cli import entry
 from ortho_vit.cli.main import main
@@ -143,6 +145,24 @@ def test_predict_writes_one_line_for_each_picture(run, capsys):
         "is there already; nothing was overwritten",
         capsys,
     )
+    capsys.readouterr()
+    assert main([*arguments, "--predictions.path", "-", "--predictions.top_k", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "file,class,probability,class_2,probability_2"
+    assert len(lines) == 193
+    assert main([*arguments, "--predictions.path", "out/digits.csv", "--predictions.overwrite", "true"]) == 0
+
+
+def test_the_accuracy_of_each_class_is_an_option_of_test(run, capsys):
+    checkpoint = ["--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    arguments = ["test", "--config", str(run / "config.yaml"), *checkpoint]
+    assert main([*arguments, "--per_class.folder", "out"]) == 0
+    assert "per-class accuracy and confusion matrix in out" in capsys.readouterr().out
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "classes.csv",
+        "confusion.csv",
+        "confusion.png",
+    ]
 
 
 def test_predictions_are_there_when_they_are_whole(run, monkeypatch, capsys):
@@ -308,4 +328,36 @@ def test_a_corrupted_archive_is_refused(folder, capsys):
 def test_a_run_is_not_written_over_another(run, capsys):
     arguments = ["--config", "digits.yaml", "--trainer.logger", "false", "--trainer.limit_train_batches", "1"]
     assert main(arguments) == 0
+    assert "tensorboard" not in capsys.readouterr().out
     fails(arguments, 1, "runs/checkpoints/last.ckpt is there already; nothing was overwritten", capsys)
+    fails(arguments, 1, "or choose another folder: --trainer.default_root_dir", capsys)
+
+
+def test_another_logger_writes_its_own_files(folder, capsys):
+    arguments = ["--config", "digits.yaml", "--config", str(REPOSITORY / "configs/parts/csv.yaml")]
+    assert main([*arguments, "--trainer.limit_train_batches", "1"]) == 0
+    assert "tensorboard" not in capsys.readouterr().out
+    with open("runs/csv/version_0/metrics.csv") as file:
+        assert {"val/accuracy", "train/loss"} <= set(next(csv.reader(file)))
+
+
+def test_tensorboard_has_the_hyper_parameters(run):
+    events = EventAccumulator(str(run))
+    events.Reload()
+    content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert values["optimizer"].string_value == "StiefelSGD"
+    assert values["optimizer.lr"].number_value == 0.1
+    assert values["data"].string_value == "Digits"
+    assert values["data.batch_size"].number_value == 64
+
+
+def test_a_scheduler_is_chosen_and_resumed_by_its_class(folder, capsys):
+    options = ["--config", "digits.yaml", "--model.scheduler", "StepLR", "--model.scheduler.step_size", "1"]
+    assert main([*options, "--trainer.max_epochs", "1"]) == 0
+    assert main([*options, "--trainer.max_epochs", "3", "--ckpt_path", "last"]) == 0
+    with open("runs/digits/version_0/history.csv") as file:
+        rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    assert rates == pytest.approx([1e-2, 1e-3, 1e-4])  # those of the epochs to come
+    other = [*options, "--model.scheduler.gamma", "0.5", "--ckpt_path", "last"]
+    fails(other, 2, "scheduler.init_args.gamma was 0.1, now 0.5", capsys)

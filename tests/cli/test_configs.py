@@ -3,12 +3,14 @@
 import ortho_vit  # noqa: F401  (before anything imports torchvision)
 
 # isort: split
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from ortho_vit import stiefel_parameters
 from ortho_vit.cli.main import CommandLine
+from ortho_vit.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
@@ -19,6 +21,7 @@ EXPERIMENTS = sorted(path for path in CONFIGS.rglob("*.yaml") if "parts" not in 
 EXPERIMENTS = [path for path in EXPERIMENTS if "paper" not in path.parts]  # which are tested row by row
 PARTS = sorted((CONFIGS / "parts").glob("*.yaml"))
 PARTS = [path for path in PARTS if "optim." not in path.read_text()]  # optimizers are tested row by row
+LOGGERS = ("wandb", "mlflow")  # which are not among the requirements
 
 # Table 1 of the paper: learning rate of the free parameters and of the constrained ones, where it is another
 PAPER = {
@@ -55,7 +58,13 @@ def test_experiment_is_instantiated(path, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
 def test_part_composes_with_the_quickstart(path):
-    make("--config", CONFIGS / "quickstart.yaml", "--config", path)
+    arguments = "--config", CONFIGS / "quickstart.yaml", "--config", path
+    if path.stem in LOGGERS and importlib.util.find_spec(path.stem) is None:
+        with pytest.raises(UsageError, match=rf"^trainer\.logger: \w+Logger: .*pip install .*{path.stem}"):
+            make(*arguments)
+        assert f"pip install {path.stem}" in path.read_text()
+    else:
+        make(*arguments)
 
 
 ROWS = {

@@ -5,6 +5,7 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -63,9 +64,8 @@ def test_without_a_threshold_the_monitor_only_tells(tmp_path):
 
 def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
     logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
-    trainer = make_trainer(
-        tmp_path, AttentionImages(every_n_epochs=1), max_epochs=1, logger=logger, log_every_n_steps=1
-    )
+    callbacks = AttentionImages(every_n_epochs=1), LearningRateMonitor(logging_interval="step")
+    trainer = make_trainer(tmp_path, *callbacks, max_epochs=1, logger=logger, log_every_n_steps=1)
     trainer.fit(make_classifier(), datamodule=digits())
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "scalars": 0})
     events.Reload()
@@ -74,6 +74,7 @@ def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
     assert {"val/accuracy", "val/accuracy_top5", "train/loss", "train/loss_step"} <= set(
         events.Tags()["scalars"]
     )
+    assert "lr" in events.Tags()["scalars"]  # whatever the optimizer
     assert {"attention/maps", f"gram/{layer}"} <= set(events.Tags()["images"])
 
 
@@ -146,6 +147,19 @@ def test_the_average_is_on_the_manifold_when_validated_saved_and_tested(tmp_path
     assert not torch.allclose(raw, saved["state_dict"]["model.head.weight"], atol=1e-4)
     trainer.test(model, datamodule=digits(), ckpt_path=str(tmp_path / "checkpoints/last.ckpt"), verbose=False)
     assert torch.equal(model.model.head.weight, saved["state_dict"]["model.head.weight"])
+
+
+def test_without_a_decay_all_updates_weigh_the_same(tmp_path):
+    averaging, seen = WeightAveraging(decay=None, start_step=3), []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.append(pl_module.model.head.weight.detach().clone())
+
+    make_trainer(tmp_path, averaging, Watch(), max_epochs=2).fit(make_classifier(), datamodule=digits())
+    average = averaging._average_model.module.model
+    torch.testing.assert_close(average.head.weight, torch.stack(seen[3:]).mean(0), atol=1e-6, rtol=1e-5)
+    assert orthogonality_error(average) < 2e-6
 
 
 def test_before_its_first_update_the_average_follows_the_weights(tmp_path):

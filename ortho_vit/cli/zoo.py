@@ -1,0 +1,198 @@
+"""The trained weights of the zoo on the command line: list them, show a card, check them, export them to ONNX.
+
+    ortho-vit models                   the weights, as a table
+    ortho-vit info NAME                the card of some weights
+    ortho-vit verify NAME              load them, and check hash, orthogonality and the card's logits
+    ortho-vit onnx NAME OUT.onnx       write them as an ONNX model that takes batches of any size
+
+NAME is what `--weights` takes: a name with its tag, a file, a folder or an https address.
+"""
+
+import argparse
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ortho_vit.cli.entry import program
+from ortho_vit.cli.export import Parser
+from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.models import Checkpoint, find_checkpoint, list_models, load_checkpoint, verify_checkpoint
+from ortho_vit.models.card import GOLDEN_TOLERANCE
+from ortho_vit.training.reporting import as_table, summary
+
+
+class Zoo:
+    """One of the commands of this file, parsed; `run` does it."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        parser = Parser(
+            f"{program()} {command}",
+            description=__doc__.replace("ortho-vit", program()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if command == "models":
+            parser.add_argument("pattern", nargs="?", default="*", help='such as "*cifar10*"')
+        else:
+            parser.add_argument("name", help="of the weights")
+        if command == "onnx":
+            parser.add_argument("out", help="the file to write")
+            parser.add_argument("--overwrite", choices=("true", "false"), default="false", help="replace it")
+        self.options = parser.parse_args(rest)
+        commands: dict[str, Callable[[argparse.Namespace], None]] = {
+            "models": models,
+            "info": info,
+            "verify": verify,
+            "onnx": onnx,
+        }
+        self.command = commands[command]
+
+    def run(self) -> None:
+        self.command(self.options)
+
+
+def models(options: argparse.Namespace) -> None:
+    """Print the weights as a table."""
+    names = list_models(options.pattern, pretrained=True)
+    if not names:
+        raise UsageError(f"no weights match {options.pattern!r}; `{program()} models` lists them all")
+    cards = [find_checkpoint(name).card for name in names]
+    rows = [
+        [
+            card.name,
+            str(card.constraint or "none"),
+            card.data,
+            _accuracy(card.accuracy),
+            f"{card.parameters:,}",
+        ]
+        for card in cards
+    ]
+    print(as_table(("name", "constraint", "data", "accuracy", "parameters"), rows))
+
+
+def _accuracy(measured: dict[str, float]) -> str:
+    """The first accuracy on a card."""
+    return next((f"{value:.2%}" for value in measured.values()), "")
+
+
+def info(options: argparse.Namespace) -> None:
+    """Print the card of some weights."""
+    checkpoint = find_checkpoint(options.name)
+    card = checkpoint.card
+    n, channels, height, width = card.golden.shape
+    rows = {
+        "name": card.name,
+        "weights": str(checkpoint.weights),
+        "constraint": str(card.constraint or "none"),
+        "projections": card.projections if card.constraint else "",
+        "parameters": f"{card.parameters:,}",
+        "orthogonality error": f"{card.orthogonality_error:.1e}" if card.constraint else "",
+        "data": card.data,
+        "classes": f"{len(card.classes)}: {_shortened(card.classes)}",
+        "images": f"{channels}×{height}×{width}, mean {card.mean}, std {card.std}, crop_pct {card.crop_pct:g}",
+        "optimizer": _one_line(card.optimizer),
+        "accuracy": ", ".join(f"{key} {value:.2%}" for key, value in card.accuracy.items()),
+        "measured by": card.command,
+        "golden logits": f"of {n} images",
+        "sha256": card.sha256,
+        "versions": _one_line(card.versions),
+        "licence": card.licence,
+    }
+    print(summary({name: value for name, value in rows.items() if value}))
+
+
+def _shortened(names: list[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def _one_line(values: dict[str, Any]) -> str:
+    flat = {"class": values["class_path"]} | values.get("init_args", {}) if "class_path" in values else values
+    return ", ".join(f"{key} {value}" for key, value in flat.items())
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Load some weights and check everything that their card says about them."""
+    checkpoint = find_checkpoint(options.name)
+    error = verify_checkpoint(checkpoint)
+    print(
+        f"{checkpoint.card.name}: hash, architecture and orthogonality are the card's; its logits differ by {error:.1e}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- ONNX
+
+
+def onnx(options: argparse.Namespace) -> None:
+    """Write some weights as an ONNX model, once onnxruntime, if installed, has computed the card's logits with it."""
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    target = Path(options.out)
+    if target.suffix != ".onnx":
+        raise UsageError(f"the file must end in .onnx, got {options.out!r}")
+    if target.exists() and options.overwrite == "false":
+        raise UsageError(f"{target} is there already; choose another name, or add --overwrite true")
+    checkpoint = find_checkpoint(options.name)
+    partial = target.with_name(f".{target.stem}.partial.onnx")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _export(load_checkpoint(checkpoint), checkpoint.card.golden.shape, partial)
+        line = _check(checkpoint, partial)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{checkpoint.card.name} in {target}; {line}")
+
+
+def _export(model: nn.Module, shape: list[int], path: Path) -> None:
+    """Write a model that takes `images` (batch, channels, height, width), normalised, and returns `logits`."""
+    images = torch.zeros(2, *shape[1:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own deprecations
+        torch.onnx.export(
+            model.eval(),
+            (images,),
+            path,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+def _check(checkpoint: Checkpoint, path: Path) -> str:
+    """Compare the logits of a file with the card's, and say how much they differ."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "not checked: onnxruntime is not installed"
+    session = _Session(path)
+    error = checkpoint.card.golden_error(session)
+    single = session(torch.zeros(1, *checkpoint.card.golden.shape[1:]))
+    if not error <= GOLDEN_TOLERANCE or len(single) != 1:
+        raise CheckpointError(
+            f"{path.name}: its logits differ from the card's by {error:.2g}; nothing was written"
+        )
+    return f"onnxruntime computes the card's logits, up to {error:.1e}"
+
+
+class _Session(nn.Module):
+    """An ONNX file, run by onnxruntime on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        import onnxruntime  # optional
+
+        self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self.device_and_type = nn.Parameter(torch.zeros(()))  # what the images are converted to
+
+    def forward(self, images: Tensor) -> Tensor:
+        (logits,) = self.session.run(None, {"images": images.numpy()})
+        return torch.from_numpy(logits)
