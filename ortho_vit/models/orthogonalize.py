@@ -18,6 +18,7 @@ With `scale=True` each head has a learned scalar in place of a core, on q, so th
 rows, or the other way round where the hidden layer is the narrower one.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -320,7 +321,7 @@ def _reads_weight(module: nn.Module) -> bool:
     Without running the model only the names in the function's bytecode can tell.  timm's modules with
     `qkv_bias_separate` read the weight too, but call the layer where that attribute is set (see `_apply`).
     """
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
     return code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
 
 
