@@ -59,7 +59,7 @@ def attention_maps(model: nn.Module, card: Card, pixels: Tensor) -> list[Tensor]
     """
     with recorded_attention(model) as record:
         golden_logits(model, pixels[None], card.mean, card.std)
-    prefix = int(getattr(model, "num_prefix_tokens", 0))  # type: ignore[arg-type]
+    prefix = int(getattr(model, "num_prefix_tokens", 0))
     maps = []
     for attention in record:  # (1, heads, queries, keys)
         queries = attention[0, :, :1] if prefix else attention[0]

@@ -206,7 +206,8 @@ def _transposed(layer: nn.Module) -> nn.Linear:
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, nn.Parameter)
     assert isinstance(bias, nn.Parameter)
-    linear = nn.Linear(*weight.shape, device="meta")
+    inputs, outputs = weight.shape
+    linear = nn.Linear(inputs, outputs, device="meta")
     linear.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
     linear.bias = bias
     linear.train(layer.training)
