@@ -223,6 +223,8 @@ def _tasks(
             task = Task(attention, projection, blocks, count * projection.dim, merged, scaled)
             _check_weight(task)
             _check_fit(task, constraint)
+            if scaled:
+                _check_scale(task)
             if preserve or scaled:
                 _check_core(task, "preserve" if preserve else "scale")
             tasks.append(task)
@@ -312,6 +314,18 @@ def _check_core(task: Task, option: str) -> None:
         raise ValueError(
             f"orthogonalize: {option}=True needs {path} to belong to an nn.Linear that is called, but "
             f"{type(module).__name__} reads the weight of its {type(owner).__name__}; use {option}=False"
+        )
+
+
+def _check_scale(task: Task) -> None:
+    """Raise where each head of q is normalised after the projection, which would cancel its scale."""
+    module, d_k = task.attention.module, task.projection.dim // task.projection.heads
+    norm = getattr(module, "q_norm", None)
+    weight = getattr(norm, "weight", None)
+    if isinstance(weight, Tensor) and weight.numel() == d_k:
+        raise ValueError(
+            f"orthogonalize: scale=True would have no effect on {task.projection.path}: {type(module).__name__} "
+            f"normalises each head of q after it ({type(norm).__name__}); use scale=False"
         )
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.models import conv1d_to_linear, orthogonalize, release
+from ortho_vit.models.orthogonalize import CoredLinear
 from ortho_vit.optim import StiefelAdam, StiefelSGD
 
 transformers = pytest.importorskip("transformers")
@@ -99,6 +100,22 @@ def test_grouped_queries_have_blocks_by_the_heads_of_each_projection():
     attention = orthogonalize(build("llama"), "across").layers[0].self_attn
     assert attention.q_proj.weight.matrices().shape == (1, 48, 48)
     assert attention.k_proj.weight.matrices().shape == (1, 24, 48)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_scale_multiplies_the_logits_behind_a_rotation_too(name):
+    model = orthogonalize(build(name), "within", scale=True)
+    before = output(model)
+    layer = next(module for module in model.modules() if isinstance(module, CoredLinear))
+    with torch.no_grad():
+        layer.core.mul_(3)
+    assert (output(model) - before).abs().max() > 5 * OUTPUT
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_scale_that_a_norm_would_cancel_is_refused(name):
+    with pytest.raises(ValueError, match=r"scale=True would have no effect on .*q_proj.weight: .*RMSNorm"):
+        orthogonalize(build(name), "within", scale=True)
 
 
 def test_both_towers_of_clip_are_constrained():
