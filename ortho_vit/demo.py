@@ -224,10 +224,8 @@ def main(arguments: list[str]) -> int:
         return 1
     try:
         app.launch(server_name=options.host, server_port=options.port)
-    except OSError as error:
-        print(
-            f"error: cannot listen on {options.host}, port {options.port}: {error}; try another --port",
-            file=sys.stderr,
-        )
+    except OSError:  # Gradio's message names its own options
+        where = f"{options.host}, port {options.port}"
+        print(f"error: cannot listen on {where}; try another --port", file=sys.stderr)
         return 1
     return 0

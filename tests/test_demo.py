@@ -120,3 +120,13 @@ def test_the_page_answers_with_gradio(gradio, tmp_path):
     (tmp_path / "notes.png").write_text("not an image")
     with pytest.raises(gradio.Error, match=r"cannot read notes.png: not an image in a known format"):
         functions["upload"](WITHIN, str(tmp_path / "notes.png"), 1)
+
+
+def test_a_port_in_use_is_one_line(monkeypatch, capsys):
+    class Busy:
+        def launch(self, **_):
+            raise OSError("Cannot find empty port")
+
+    monkeypatch.setattr(demo, "build_app", Busy)
+    assert demo.main(["--port", "7861"]) == 1
+    assert capsys.readouterr().err == "error: cannot listen on 127.0.0.1, port 7861; try another --port\n"
