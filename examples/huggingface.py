@@ -4,7 +4,8 @@
     python examples/huggingface.py
 
 The model is a small, untrained ViT, so nothing is downloaded; `ViTForImageClassification.from_pretrained(...)` goes the
-same way, with `preserve=True` to keep the function that its weights compute.
+same way, with `preserve=True` to keep the function that its weights compute.  In `transformers.Trainer` the optimizer is
+given as `optimizers=(StiefelSGD(model.parameters(), lr=0.05), None)`.
 """
 
 import sys

@@ -23,6 +23,7 @@ Train, evaluate and use Vision Transformers with orthogonal attention.
     {program} test     --weights NAME                             measure the accuracy that their card claims
     {program} test     --weights NAME --per_class.folder OUT      and that of each class, with a confusion matrix
     {program} export   --ckpt_path RUN/checkpoints/best.ckpt --name TAG    a run becomes such weights
+    {program} demo     --port 7860                                trained weights in the browser
 
     {program} models                                              the trained weights, as a table
     {program} info | verify NAME                                  their card; whether they are what it says
@@ -67,6 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     # Threads that wait for work should sleep: if they spin, a small model is several times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+    if arguments[0] == "demo":
+        from ortho_vit.demo import main as demo
+
+        return demo(arguments[1:])
     from ortho_vit.cli.main import main as run
     from ortho_vit.training.memory import keep_freed_memory
 

@@ -1,6 +1,7 @@
 """Vision Transformers with orthogonal attention: the zoo, its trained weights, and `orthogonalize` for any other."""
 
 from ortho_vit.errors import CheckpointError
+from ortho_vit.models.attention import conv1d_to_linear
 from ortho_vit.models.card import Card
 from ortho_vit.models.hub import export_for_hub, save_checkpoint
 from ortho_vit.models.orthogonalize import orthogonalize, release
@@ -13,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ModelSpec",
+    "conv1d_to_linear",
     "create_model",
     "export_for_hub",
     "find_checkpoint",

@@ -7,7 +7,9 @@ An attention is a module that owns linear maps called q, k and v, apart or fused
     q, kv                     timm's attention pool, PVT v2
     qk, v                     ConViT, TNT
     q, k, v / wq, wk, wv      CaiT, MViT v2, CrossViT
-    query, key, value         Hugging Face's ViT, DeiT, BEiT
+    query, key, value         transformers' BERT, DeiT, BEiT
+    q_proj, k_proj, v_proj    transformers' ViT, DINOv2, CLIP, and Llama, Qwen2, ... with fewer heads for k and v
+    c_attn (q_attn)           GPT-2: q, k, v (or k, v beside q_attn), after `conv1d_to_linear`
     in_proj_weight            nn.MultiheadAttention, so torchvision's ViT
 
 The rows of a fused weight are ordered (part, head, d_k): all of q, then all of k, then all of v.  A module that looks
@@ -18,16 +20,17 @@ leave a part of the model unconstrained.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Projection", "find_attention"]
+__all__ = ["Attention", "Projection", "conv1d_to_linear", "find_attention"]
 
 PARTS = {"qkv": "qkv", "qk": "qk", "kv": "kv", "q": "q", "k": "k", "v": "v"}
 PARTS |= {"q_proj": "q", "k_proj": "k", "v_proj": "v", "wq": "q", "wk": "k", "wv": "v"}
-PARTS |= {"query": "q", "key": "k", "value": "v"}
-HEAD_COUNTS = ("num_heads", "heads", "num_attention_heads")
-FUSED = re.compile("q.?k", re.IGNORECASE)  # in the name of a layer: it holds both, in some order
+PARTS |= {"query": "q", "key": "k", "value": "v", "c_attn": "qkv", "q_attn": "q"}
+HEAD_COUNTS = ("num_heads", "heads", "num_attention_heads", "n_head", "n_heads")
+FUSED = re.compile("q.?k|query.?key", re.IGNORECASE)  # in the name of a layer: it holds both, in some order
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,16 @@ def _attention(path: str, module: nn.Module) -> Attention | None:
         return Attention(path, module, tuple(_multihead_projections(path, module)))
     children = {name: child for name, child in module.named_children() if name in PARTS}
     children = {name: child for name, child in children.items() if not isinstance(child, nn.Identity)}
-    held = "".join(PARTS[name] for name in children)
+    held = "".join(_parts(module, name) for name in children)
     if "k" not in held or ("q" not in held and _head_count(module) is None):
         return None
     projections = (_projection(path, module, name, child) for name, child in children.items())
     return Attention(path, module, tuple(projections))
+
+
+def _parts(module: nn.Module, name: str) -> str:
+    """Which projections a child holds.  The cross-attention of GPT-2 has q_attn for q, and c_attn for k and v."""
+    return "kv" if name == "c_attn" and hasattr(module, "q_attn") else PARTS[name]
 
 
 def _multihead_projections(path: str, module: nn.MultiheadAttention) -> Iterator[Projection]:
@@ -92,27 +100,41 @@ def _multihead_projections(path: str, module: nn.MultiheadAttention) -> Iterator
 
 def _projection(path: str, module: nn.Module, name: str, child: nn.Module) -> Projection:
     """The child as a projection, if its rows are ordered (part, head, d_k)."""
-    what, parts = f"orthogonalize: {_join(path, name)} of {type(module).__name__}", PARTS[name]
+    what, parts = f"orthogonalize: {_join(path, name)} of {type(module).__name__}", _parts(module, name)
     num_heads = _head_count(module)
+    if _is_conv1d(child):
+        raise ValueError(
+            f"{what} is a {type(child).__name__}, whose weight is stored as (in, out): its heads are columns, and only "
+            "blocks of rows can be constrained; call ortho_vit.models.conv1d_to_linear(model) first"
+        )
     if not isinstance(child, nn.Linear):
         raise ValueError(f"{what} is a {type(child).__name__}; only an nn.Linear can be constrained")
     if num_heads is None:
         raise ValueError(f"{what}: the module does not say its number of heads (num_heads or heads)")
-    if len(parts) > 1 and (getattr(module, "head_first", False) or hasattr(module, "key_dim")):
+    if len(parts) > 1 and _is_interleaved(module):
         raise ValueError(
             f"{what} is ordered head by head (q, k and v interleaved); only (q, k, v), each by heads, is known"
         )
     dim, remainder = divmod(child.out_features, len(parts))
     head_dim = getattr(module, "head_dim", None)
-    heads = (
-        dim // head_dim if isinstance(head_dim, int) else num_heads
-    )  # grouped queries: fewer for k than for q
+    heads = dim // head_dim if isinstance(head_dim, int) else num_heads  # grouped queries: fewer for k
     divides = not remainder and heads and not dim % heads and not (heads % num_heads and num_heads % heads)
+    if parts == "q" and heads != num_heads:
+        raise ValueError(
+            f"{what} has {child.out_features} rows for {num_heads} heads of d_k = {head_dim}: it holds more than q"
+        )
     if not divides or (len(parts) > 1 and dim not in _widths(module, num_heads, head_dim)):
         raise ValueError(
             f"{what} has {child.out_features} rows, which are not {len(parts)} × heads × d_k for {num_heads} heads"
         )
     return Projection(_join(path, name, "weight"), child, "weight", parts, heads)
+
+
+def _is_interleaved(module: nn.Module) -> bool:
+    """Whether the rows of a fused weight are ordered (head, part, d_k)."""
+    return (
+        getattr(module, "head_first", False) or hasattr(module, "key_dim") or hasattr(module, "multi_query")
+    )
 
 
 def _widths(module: nn.Module, num_heads: int, head_dim: int | None) -> set[int]:
@@ -122,14 +144,17 @@ def _widths(module: nn.Module, num_heads: int, head_dim: int | None) -> set[int]
 
 
 def _head_count(module: nn.Module) -> int | None:
-    counts = (getattr(module, name, None) for name in HEAD_COUNTS)
+    """The number of heads, of q where k has fewer: as the module says, or its configuration if the module says d_k."""
+    holders = [module, getattr(module, "config", None)] if hasattr(module, "head_dim") else [module]
+    counts = (getattr(holder, name, None) for holder in holders for name in HEAD_COUNTS)
     return next((n for n in counts if isinstance(n, int) and n > 0), None)
 
 
 def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
     """Raise for a module with heads and either a fused layer of an unknown name, or a scale and no known projections."""
     for path, module in model.named_modules():
-        if _head_count(module) is None or isinstance(module, nn.MultiheadAttention):
+        has_heads = _head_count(module) is not None
+        if isinstance(module, nn.MultiheadAttention) or not (has_heads or hasattr(module, "config")):
             continue
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and FUSED.search(name) and name not in PARTS:
@@ -138,11 +163,66 @@ def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
                     "known; call constrain(module, blocks=..., rows=...) on it, or name it qkv if that is its order"
                 )
         inside = any(a.path == path or a.path.startswith(path + ".") or not path for a in found)
-        if hasattr(module, "scale") and not inside and any(p.ndim > 1 for p in module.parameters()):
+        if (
+            has_heads
+            and hasattr(module, "scale")
+            and not inside
+            and any(p.ndim > 1 for p in module.parameters())
+        ):
             raise ValueError(
                 f"orthogonalize: {path} ({type(module).__name__}) has heads but no nn.Linear named "
                 f"{', '.join(PARTS)}, so its layout is not known"
             )
+
+
+# ------------------------------------------------------------------------------------------------ GPT-2's layers
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def conv1d_to_linear(model: Model) -> Model:
+    """Replace the Conv1D layers that hold q, k and v (GPT-2's c_attn) by nn.Linear, in place; return the model.
+
+    The function stays the same, and so does the state dict: weights are transposed to (in, out) when it is made and back
+    when it is loaded, so that checkpoints fit the original model.  Call it before an optimizer takes the parameters.
+    """
+    owners = [
+        module for module in model.modules() if any(name in PARTS for name, _ in module.named_children())
+    ]
+    for owner in owners:
+        for name, child in list(owner.named_children()):
+            if name in PARTS and _is_conv1d(child):
+                setattr(owner, name, _transposed(child))
+    return model
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is a linear map with a weight (in, out), as `transformers.pytorch_utils.Conv1D`."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
+def _transposed(layer: nn.Module) -> nn.Linear:
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(bias, nn.Parameter)
+    inputs, outputs = weight.shape
+    linear = nn.Linear(inputs, outputs, device="meta")
+    linear.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
+    linear.bias = bias
+    linear.train(layer.training)
+    linear.register_state_dict_post_hook(_transpose_saved)
+    linear.register_load_state_dict_pre_hook(_transpose_loaded)
+    return linear
+
+
+def _transpose_saved(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].T.contiguous()
+
+
+def _transpose_loaded(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    if f"{prefix}weight" in state:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].T
 
 
 def _join(*names: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ortho_vit.errors import CheckpointError
 from ortho_vit.models.card import Card, Golden, crop_pct_of, golden_logits, synthetic_images
 from ortho_vit.models.orthogonalize import release
+from ortho_vit.models.readme import hub_readme
 from ortho_vit.models.spec import ATTENTION, ModelSpec
 from ortho_vit.models.weights import (
     Checkpoint,
@@ -156,8 +157,9 @@ def _write_checked(target: Path, weights: bytes, card: Card, overwrite: bool) ->
 
 
 def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
-    """Write config.json and model.safetensors as the Hugging Face hub keeps them, and return the folder.
+    """Write config.json, model.safetensors and README.md as the Hugging Face hub keeps them, and return the folder.
 
+    `hf upload USER/NAME FOLDER` on the command line of `huggingface_hub` uploads it.
     `timm.create_model("local-dir:<folder>", pretrained=True)` loads it, and so does "hf-hub:<user>/<name>" once uploaded.
     Neither needs `ortho_vit`: the weights are plain tensors, with cores and scales multiplied in, and the architecture is
     timm's.  Only `ortho_vit_compact`, whose stem timm does not have, needs `ortho_vit.models` to be imported.
@@ -174,6 +176,7 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
         model_args=arguments,
         safe_serialization=True,
     )
+    (Path(folder) / "README.md").write_text(hub_readme(card), encoding="utf-8")
     return Path(folder)
 
 

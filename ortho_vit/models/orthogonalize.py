@@ -18,6 +18,7 @@ With `scale=True` each head has a learned scalar in place of a core, on q, so th
 rows, or the other way round where the hidden layer is the narrower one.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -222,6 +223,8 @@ def _tasks(
             task = Task(attention, projection, blocks, count * projection.dim, merged, scaled)
             _check_weight(task)
             _check_fit(task, constraint)
+            if scaled:
+                _check_scale(task)
             if preserve or scaled:
                 _check_core(task, "preserve" if preserve else "scale")
             tasks.append(task)
@@ -314,13 +317,25 @@ def _check_core(task: Task, option: str) -> None:
         )
 
 
+def _check_scale(task: Task) -> None:
+    """Raise where each head of q is normalised after the projection, which would cancel its scale."""
+    module, d_k = task.attention.module, task.projection.dim // task.projection.heads
+    norm = getattr(module, "q_norm", None)
+    weight = getattr(norm, "weight", None)
+    if isinstance(weight, Tensor) and weight.numel() == d_k:
+        raise ValueError(
+            f"orthogonalize: scale=True would have no effect on {task.projection.path}: {type(module).__name__} "
+            f"normalises each head of q after it ({type(norm).__name__}); use scale=False"
+        )
+
+
 def _reads_weight(module: nn.Module) -> bool:
     """Whether the module's forward uses `layer.weight` itself, which would bypass a core.
 
     Without running the model only the names in the function's bytecode can tell.  timm's modules with
     `qkv_bias_separate` read the weight too, but call the layer where that attribute is set (see `_apply`).
     """
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
     return code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
 
 

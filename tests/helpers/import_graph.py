@@ -31,7 +31,8 @@ ALLOWED = {
     "models": "errors files parameter resources stiefel",
     "data": "errors files resources",
     "training": "data errors files models optim parameter resources stiefel",
-    "cli": "data errors files models optim parameter resources stiefel training",
+    "demo": "data models training",
+    "cli": "data demo errors files models optim parameter resources stiefel training",
     "experiments": "cli data errors files models optim parameter resources stiefel training transport",
 }
 # Packages that only these parts may import.

@@ -273,7 +273,7 @@ except ortho_vit.models.CheckpointError as error:
 
 def test_a_hub_folder_loads_through_timm(folder, tmp_path):
     hub = export_for_hub(find_checkpoint(NAME), tmp_path / "hub")
-    assert sorted(os.listdir(hub)) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(hub)) == ["README.md", "config.json", "model.safetensors"]
     assert json.loads((hub / "config.json").read_text())["architecture"] == "vit_tiny_patch16_224"
     model = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
     assert torch.equal(model(IMAGES), build()(IMAGES))

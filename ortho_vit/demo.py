@@ -1,0 +1,231 @@
+"""`ortho-vit demo`: classify an image in the browser, and see where each head looks and how orthogonal its weights are.
+
+    pip install "ortho_vit[demo]"
+    ortho-vit demo --port 7860
+
+What is computed is in plain functions of tensors; `build_app` arranges it with Gradio, which only that function imports.
+A Hugging Face Space needs one line: `build_app().launch()`.
+"""
+
+import argparse
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from ortho_vit.data.decode import central_square, decode
+from ortho_vit.models import Card, find_checkpoint, list_models, load_checkpoint
+from ortho_vit.models.attention import find_attention
+from ortho_vit.models.card import golden_logits
+from ortho_vit.training.images import recorded_attention
+
+__all__ = ["attention_maps", "build_app", "class_probabilities", "gram_matrices", "main", "read_image"]
+
+MISSING = 'the demo needs gradio: pip install "ortho_vit[demo]"'
+SIDE = 192  # pixels of an image on the page
+Pixels = NDArray[np.uint8]
+Captioned = list[tuple[Pixels, str]]
+
+
+# ------------------------------------------------------------------------------------------- what is computed
+
+
+def read_image(path: Path, card: Card) -> Tensor:
+    """The image as the model sees it, uint8 (channels, height, width); ValueError says why a file cannot be read."""
+    _, channels, height, _ = card.golden.shape
+    image = central_square(decode(path), height, card.crop_pct)
+    pixels = np.array(image.convert("L") if channels == 1 else image)
+    return torch.from_numpy(pixels).view(height, height, -1).permute(2, 0, 1)
+
+
+def class_probabilities(model: nn.Module, card: Card, pixels: Tensor) -> dict[str, float]:
+    """The probability of each class for one image, uint8 (channels, height, width)."""
+    logits = golden_logits(model, pixels[None], card.mean, card.std)[0]
+    return dict(zip(card.classes, logits.softmax(-1).tolist(), strict=True))
+
+
+def attention_maps(model: nn.Module, card: Card, pixels: Tensor) -> list[Tensor]:
+    """For each block, how much each head attends to each patch: (heads, rows, columns), sums of at most 1.
+
+    It is the attention of the class token, or the average over all patches where the model has no class token.
+    """
+    with recorded_attention(model) as record:
+        golden_logits(model, pixels[None], card.mean, card.std)
+    prefix = int(getattr(model, "num_prefix_tokens", 0))
+    maps = []
+    for attention in record:  # (1, heads, queries, keys)
+        queries = attention[0, :, :1] if prefix else attention[0]
+        looks = queries.mean(1)[:, prefix:]
+        side = round(looks.shape[-1] ** 0.5)
+        if side * side != looks.shape[-1]:
+            raise ValueError(f"attention to {looks.shape[-1]} patches, which are not a square of patches")
+        maps.append(looks.unflatten(-1, (side, side)))
+    return maps
+
+
+def gram_matrices(model: nn.Module, block: int) -> dict[str, Tensor]:
+    """|W Wᵀ| of W^Q and W^K, all heads of a block together, divided by the mean of its diagonal: 1 if orthonormal."""
+    grams = {}
+    for projection in find_attention(model)[block].projections:
+        for part, W in zip(projection.parts, projection.weight.detach().split(projection.dim), strict=True):
+            gram = (W @ W.mT).abs()
+            grams[f"W^{part.upper()}"] = gram / gram.diagonal().mean()
+    return {name: grams[name] for name in ("W^Q", "W^K")}
+
+
+def free_counterpart(card: Card) -> str | None:
+    """The weights of the same architecture on the same data without a constraint, if the zoo has them."""
+    cards = [find_checkpoint(name).card for name in list_models(pretrained=True)]
+    same = [
+        c for c in cards if (c.architecture, c.data, c.constraint) == (card.architecture, card.data, None)
+    ]
+    return same[0].name if same else None
+
+
+@lru_cache(maxsize=8)
+def loaded(name: str) -> tuple[nn.Module, Card]:
+    checkpoint = find_checkpoint(name)
+    return load_checkpoint(checkpoint).eval(), checkpoint.card
+
+
+# --------------------------------------------------------------------------------------------- what is drawn
+
+
+def shown_image(pixels: Tensor) -> Pixels:
+    """uint8 (channels, height, width) as RGB of SIDE × SIDE pixels."""
+    array = pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
+    return np.asarray(
+        Image.fromarray(np.ascontiguousarray(array)).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    )
+
+
+def shown_map(pixels: Tensor, looks: Tensor) -> Pixels:
+    """A head's attention (rows, columns) as colours over the image, the brightest where it is largest."""
+    heat = F.interpolate(looks[None, None].float() / looks.max().clamp_min(1e-12), (SIDE, SIDE))[0, 0]
+    return (0.35 * shown_image(pixels) + 0.65 * _coloured(heat)).astype(np.uint8)
+
+
+def shown_gram(gram: Tensor) -> Pixels:
+    return _coloured(F.interpolate(gram[None, None].float().clamp(max=1), (SIDE, SIDE))[0, 0])
+
+
+def _coloured(values: Tensor) -> Pixels:
+    colours = matplotlib.colormaps["viridis"](values.cpu().numpy())[..., :3]
+    return (255 * colours).astype(np.uint8)
+
+
+def examples(name: str) -> Captioned:
+    """The images of the card, with what they show."""
+    card = loaded(name)[1]
+    labels = [card.classes[label] for label in card.golden.labels] or [""] * card.golden.shape[0]
+    return [(shown_image(pixels), label) for pixels, label in zip(card.golden.images(), labels, strict=True)]
+
+
+def drawn_heads(name: str, pixels: Tensor, block: int) -> Captioned:
+    maps = attention_maps(*loaded(name), pixels)[block]
+    return [(shown_map(pixels, looks), f"head {head}") for head, looks in enumerate(maps, start=1)]
+
+
+def drawn_grams(name: str, block: int) -> Captioned:
+    """W^Q and W^K of a model, then those of the same network trained without a constraint."""
+    model, card = loaded(name)
+    pairs = [(shown_gram(gram), part) for part, gram in gram_matrices(model, block).items()]
+    free = free_counterpart(card)
+    if free and free != name:
+        grams = gram_matrices(loaded(free)[0], block)
+        pairs += [(shown_gram(gram), f"{part}, unconstrained") for part, gram in grams.items()]
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def build_app() -> Any:
+    """The page, as a `gradio.Blocks`; ModuleNotFoundError without Gradio."""
+    import gradio as gr
+
+    names = list_models(pretrained=True)
+
+    def choose(name: str) -> list[Any]:
+        blocks = len(find_attention(loaded(name)[0]))
+        slider = gr.Slider(1, blocks, value=blocks, step=1, label="block")
+        return [examples(name), slider, None, None, None, [], drawn_grams(name, blocks - 1)]
+
+    def show(name: str, pixels: Tensor, block: int) -> list[Any]:
+        probabilities = class_probabilities(*loaded(name), pixels)
+        return [pixels, shown_image(pixels), probabilities, drawn_heads(name, pixels, int(block) - 1)]
+
+    def upload(name: str, path: str, block: int) -> list[Any]:
+        try:
+            pixels = read_image(Path(path), loaded(name)[1])
+        except ValueError as error:
+            raise gr.Error(
+                str(error).replace(str(Path(path).parent) + "/", ""), print_exception=False
+            ) from None
+        return show(name, pixels, block)
+
+    def pick(name: str, block: int, event: gr.SelectData) -> list[Any]:
+        return show(name, loaded(name)[1].golden.images()[event.index], block)
+
+    def move(name: str, pixels: Tensor | None, block: int) -> list[Any]:
+        heads = [] if pixels is None else drawn_heads(name, pixels, int(block) - 1)
+        return [heads, drawn_grams(name, int(block) - 1)]
+
+    with gr.Blocks(title="Vision Transformers with orthogonal attention") as app:
+        gr.Markdown("# Vision Transformers with orthogonal attention")
+        pixels = gr.State(None)
+        with gr.Row():
+            with gr.Column():
+                name = gr.Dropdown(names, value=names[0], label="model")
+                file = gr.File(label="your image", type="filepath")
+                cards = gr.Gallery(label="or one of these", columns=4, height=260, allow_preview=False)
+            with gr.Column():
+                image = gr.Image(label="what the model sees", interactive=False, height=220)
+                classes = gr.Label(label="classes", num_top_classes=5)
+        block = gr.Slider(1, 2, value=1, step=1, label="block")
+        heads = gr.Gallery(label="where each head of the block looks", columns=6, height=260)
+        grams = gr.Gallery(label="|W Wᵀ|: the identity where rows are orthonormal", columns=4, height=260)
+        seen = [pixels, image, classes, heads]
+        chosen = [cards, block, *seen, grams]
+        one: Any = {
+            "concurrency_id": "model",
+            "concurrency_limit": 1,
+        }  # attention is recorded with hooks on a shared model
+        app.load(choose, name, chosen, **one)
+        name.change(choose, name, chosen, **one)
+        file.upload(upload, [name, file, block], seen, **one)
+        cards.select(pick, [name, block], seen, **one)
+        block.input(move, [name, pixels, block], [heads, grams], **one)
+    return app
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the page until Ctrl-C; the exit code."""
+    parser = argparse.ArgumentParser("ortho-vit demo", description="Trained weights in the browser.")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
+    options = parser.parse_args(arguments)
+    try:
+        app = build_app()
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        print(f"error: {MISSING}", file=sys.stderr)
+        return 1
+    try:
+        app.launch(server_name=options.host, server_port=options.port)
+    except OSError:  # Gradio's message names its own options
+        where = f"{options.host}, port {options.port}"
+        print(f"error: cannot listen on {where}; try another --port", file=sys.stderr)
+        return 1
+    return 0
