@@ -117,8 +117,10 @@ def test_the_contrasts_of_the_readme_are_rows_of_table_1():
 
 def test_experiments_have_the_options_they_are_given(monkeypatch, capsys):
     for module, options in re.findall(r"python -m (ortho_vit\.experiments\.\w+)(.*)", "\n".join(COMMANDS)):
+        package = hasattr(importlib.import_module(module), "__path__")
+        main_module = importlib.import_module(f"{module}.__main__" if package else module)
         with pytest.raises(SystemExit) as stop:
-            importlib.import_module(module).main([*shlex.split(options), "--help"])
+            main_module.main([*shlex.split(options), "--help"])
         assert stop.value.code == 0
 
 

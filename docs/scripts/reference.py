@@ -63,13 +63,14 @@ def command_line() -> str:
             ]
     parts += ["## export", f"```text\n{help_of(export.parse, 'ortho-vit export')}\n```"]
     for name in EXPERIMENTS:
-        main = importlib.import_module(f"ortho_vit.experiments.{name}").main
-        text = help_of(main, f"python -m ortho_vit.experiments.{name}")
+        module = f"ortho_vit.experiments.{name}"
+        text = help_of(main_of(module), f"python -m {module}")
         parts += [f"## python -m ortho_vit.experiments.{name}", f"```text\n{text}\n```"]
     parts += [
         "## Exit codes",
-        "0: done.  1: something went wrong in a run.  2: the command line or a configuration is wrong; nothing was written.  "
-        "130 and 143: stopped by Ctrl-C or SIGTERM.  Errors are one line; `ORTHO_VIT_TRACEBACK=1` shows where one came from.",
+        "0: done.  1: something went wrong in a run.  2: the command line or a configuration is wrong, and nothing was "
+        "written.  130 and 143: stopped by Ctrl-C or SIGTERM.  Errors are one line; `ORTHO_VIT_TRACEBACK=1` shows where "
+        "one came from.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -172,10 +173,20 @@ def table(rows: list[tuple[str, str, str]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
+def main_of(module: str) -> Any:
+    """The `main` that `python -m MODULE` calls."""
+    is_package = hasattr(importlib.import_module(module), "__path__")
+    return importlib.import_module(f"{module}.__main__" if is_package else module).main
+
+
 def help_of(main: Any, program: str) -> str:
     """What a command prints for --help."""
     output = io.StringIO()
-    with mock.patch("sys.argv", [program]), mock.patch.dict("os.environ", COLUMNS="100"):
-        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-            main(["--help"])
+    with (
+        mock.patch("sys.argv", [program]),
+        mock.patch.dict("os.environ", COLUMNS="100"),
+        contextlib.redirect_stdout(output),
+        contextlib.suppress(SystemExit),
+    ):
+        main(["--help"])
     return output.getvalue().replace("python train.py", "ortho-vit").strip()
