@@ -1,5 +1,6 @@
 """The scripts of the documentation: the link check finds what is broken, generated pages list everything."""
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -93,3 +94,15 @@ def test_the_command_line_page_has_the_commands_and_no_program_of_the_builder():
 def test_every_page_is_in_the_navigation():
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+
+
+def test_the_api_reference_has_every_public_name():
+    hooks = script("hooks")
+    for source in hooks.MODULES.values():
+        name = source.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+        module = importlib.import_module(name)
+        page = hooks.api_page(source)
+        for public in getattr(module, "__all__", []):
+            assert f"::: {name}.{public}\n" in page
+    packages = {path.parent.name for path in (ROOT / "ortho_vit").glob("*/__init__.py")}
+    assert packages - {"cli", "experiments"} <= set(hooks.MODULES)

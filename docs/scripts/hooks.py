@@ -32,6 +32,11 @@ COPIED = {
     "contributing.md": "CONTRIBUTING.md",
     "weights.md": "checkpoints/README.md",
 }
+WITHOUT_MEMBERS = (
+    "ortho_vit.optim",
+    "ortho_vit.data",
+    "ortho_vit.training",
+)  # methods that torch and Lightning call
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -91,5 +96,8 @@ def api_page(source: str) -> str:
     """The reference of one module: its docstring's first paragraph, and every public name."""
     module = source.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
     docstring = ast.get_docstring(ast.parse((ROOT / source).read_text(encoding="utf-8"))) or ""
-    entries = "\n\n".join(f"::: {module}.{name}" for name in sorted(public_names(source), key=str.lower))
+    options = "\n    options: {members: false}" if module in WITHOUT_MEMBERS else ""
+    entries = "\n\n".join(
+        f"::: {module}.{name}{options}" for name in sorted(public_names(source), key=str.lower)
+    )
     return f"# {module}\n\n{docstring.split(chr(10) * 2)[0]}\n\n{entries}\n"
