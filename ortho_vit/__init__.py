@@ -12,28 +12,33 @@ from ortho_vit._moved import MovedModules
 
 if TYPE_CHECKING:
     from ortho_vit.models import create_model, list_models, orthogonalize
-    from ortho_vit.parameter import StiefelParameter, constrain, stiefel_parameters
+    from ortho_vit.optim.audit import audit
+    from ortho_vit.parameter import StiefelParameter, constrain, project_, stiefel_parameters
     from ortho_vit.stiefel import orthogonality_error
 
 __version__ = "0.2.0"
 
 __all__ = [
     "StiefelParameter",
+    "audit",
     "constrain",
     "create_model",
     "list_models",
     "orthogonality_error",
     "orthogonalize",
+    "project_",
     "stiefel_parameters",
 ]
 
 _HOMES = {
     "StiefelParameter": "ortho_vit.parameter",
+    "audit": "ortho_vit.optim.audit",
     "constrain": "ortho_vit.parameter",
     "create_model": "ortho_vit.models",
     "list_models": "ortho_vit.models",
     "orthogonality_error": "ortho_vit.stiefel",
     "orthogonalize": "ortho_vit.models",
+    "project_": "ortho_vit.parameter",
     "stiefel_parameters": "ortho_vit.parameter",
 }
 

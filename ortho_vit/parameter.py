@@ -6,16 +6,22 @@ The constraint lives on the parameter, not in a module: any module may own a `St
 
 import copy
 import math
+import warnings
+import weakref
 from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ortho_vit.stiefel import polar, random_stiefel
+from ortho_vit.stiefel import orthogonality_error, polar, random_stiefel
 
-__all__ = ["StiefelParameter", "constrain", "stiefel_parameters"]
+__all__ = ["StiefelParameter", "constrain", "orthogonality_error", "project_", "stiefel_parameters"]
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
 class StiefelParameter(nn.Parameter):
@@ -40,6 +46,7 @@ class StiefelParameter(nn.Parameter):
         cls, data: Tensor, *, blocks: int = 1, rows: int | None = None, requires_grad: bool = True
     ) -> "StiefelParameter":
         rows = check_blocks(data, blocks, rows)
+        _watch_optimizers()
         self = torch.Tensor._make_subclass(cls, laid_out(data.detach(), blocks, rows), requires_grad)
         self.blocks, self.rows = blocks, rows
         return self
@@ -154,6 +161,12 @@ def constrain(
         raise ValueError(f"constrain: {type(module).__name__} has no parameter {name!r}; it has: {have}")
     if init not in ("polar", "random", "keep"):
         raise ValueError(f"constrain: init must be 'polar', 'random' or 'keep', got {init!r}")
+    if parameter.ndim > 2 and isinstance(module, _CONVOLUTIONS):
+        raise ValueError(
+            f"constrain: {name!r} of {type(module).__name__} has shape {tuple(parameter.shape)}; as a matrix it is "
+            f"({parameter.shape[0]}, {parameter[0].numel()}), but here leading dimensions are a batch of matrices: "
+            "convolutions cannot be constrained"
+        )
     if type(parameter) not in (nn.Parameter, StiefelParameter):
         raise ValueError(f"constrain: {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
     if parameter.is_meta and init != "keep":
@@ -165,9 +178,10 @@ def constrain(
         try:
             X.copy_(polar(X))
         except ValueError as error:
-            raise ValueError(f"constrain: {name!r}: {error}; init='random' starts afresh") from error
+            raise ValueError(f"constrain: {name!r}: {error}; init='random' starts from scratch") from error
     elif init == "random":
         X.copy_(random_stiefel(*X.shape, dtype=X.dtype, device=X.device))
+    _watch_optimizers()
     parameter.__class__ = StiefelParameter
     parameter = cast(StiefelParameter, parameter)
     parameter.blocks, parameter.rows = blocks, rows
@@ -178,4 +192,60 @@ def stiefel_parameters(model: nn.Module) -> Iterator[tuple[str, StiefelParameter
     """Every constrained parameter of a model, with its name."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, StiefelParameter):
+            if "parametrizations." in name or name.endswith("_orig"):
+                raise ValueError(
+                    f"{name!r} is constrained, but torch's parametrize or prune computes another weight from it, which "
+                    "is not; remove the one or the other"
+                )
             yield name, parameter
+
+
+# ------------------------------------------------------------------------------------------- optimizers of other kinds
+
+_watching = False
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _watch_optimizers() -> None:
+    """From the first StiefelParameter on, warn once for each optimizer that would step one as a plain parameter."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_warn_of_ignored_constraints)
+
+
+def _warn_of_ignored_constraints(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling() or optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    if getattr(optimizer, "keeps_stiefel", False):
+        return
+    for group in optimizer.param_groups:
+        names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
+        ignored = [n for n, p in zip(names, group["params"], strict=True) if isinstance(p, StiefelParameter)]
+        if ignored:
+            warnings.warn(
+                f"{type(optimizer).__name__} steps the constrained parameter {ignored[0]} ({len(ignored)} such) as a free "
+                "one, so it leaves the manifold; use an optimizer of ortho_vit.optim, or project_(model) after each step",
+                stacklevel=3,
+            )
+            return
+
+
+@torch.no_grad()
+def project_(model: nn.Module) -> nn.Module:
+    """Replace every constrained block of a model by its polar factor, in place, and return the model.
+
+    For weights that were averaged: the mean of orthonormal matrices is not orthonormal.
+
+        average = torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)
+        project_(average)
+    """
+    for name, parameter in stiefel_parameters(model):
+        X = parameter.matrices()
+        try:
+            X.copy_(polar(X))
+        except ValueError as error:
+            raise ValueError(f"project_: {name!r}: {error}") from error
+    return model

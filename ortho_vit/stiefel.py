@@ -310,10 +310,10 @@ def spectral_bound(D: Tensor) -> Tensor:
 
 
 def _polished(D: Tensor, R: Tensor) -> Tensor:
-    """R̃ after R ← R + R(I − (I + D)R²)/2."""
-    S = add_to_diagonal(R.clone(), 1.0)
-    residual = add_to_diagonal(-(add_to_diagonal(D.clone(), 1.0) @ S @ S), 1.0)
-    return R + S @ residual / 2
+    """R̃ after R ← R + R(I − (I + D)R²)/2, in deviations from I."""
+    P = (R @ R).add_(R, alpha=2)  # R² − I
+    residual = (D @ P).add_(P).add_(D).neg_()
+    return R + (R @ residual).add_(residual) / 2
 
 
 def newton_schulz(D: Tensor, steps: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ortho_vit import StiefelParameter, constrain, orthogonality_error, stiefel_parameters
@@ -261,3 +262,16 @@ def test_constrain_says_what_is_wrong_and_changes_nothing():
     with pytest.raises(ValueError, match="rank-deficient"):
         constrain(layer)
     assert type(layer.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(64, 16, 1), nn.Conv1d(8, 4, 3), nn.ConvTranspose2d(4, 8, 3)])
+def test_convolutions_are_refused_with_the_reason(layer):
+    with pytest.raises(ValueError, match=r"convolutions cannot be constrained"):
+        constrain(layer)
+
+
+def test_a_parametrized_or_pruned_weight_is_not_taken_for_constrained():
+    layer = constrain(nn.Linear(8, 4))
+    prune.l1_unstructured(layer, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"parametrize or prune computes another weight from it"):
+        list(stiefel_parameters(layer))

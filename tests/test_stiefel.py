@@ -120,30 +120,32 @@ def test_polar_refuses_what_has_no_polar_factor():
         polar(torch.randn(3, 5), inner_steps=0)
 
 
+# Largest |(I + R̃)(I + D)(I + R̃) − I|: what the polynomials leave, and rounding, which grows with m.  Measured: 9e-8, 3e-15.
+ROOT = {torch.float32: 3e-7, torch.float64: 2e-14}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-6, 1e-3, 0.02, 0.2, 1.0, 30.0, 5e3])
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 3e-3, 1e-2, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("m", [1, 5, 200])
 def test_inverse_square_root_is_exact_over_the_whole_range(m, size, dtype):
     A = torch.randn(3, m, m, dtype=dtype)
-    M = A @ A.mT
-    M = M * (size / torch.linalg.matrix_norm(M, 2))[:, None, None]
-    R, rough = inverse_sqrt(M, positive=True)
+    D = A @ A.mT
+    D = D * (size / torch.linalg.matrix_norm(D, 2))[:, None, None]
+    R = inverse_sqrt(D).double()
     I = torch.eye(m, dtype=torch.float64)
-    residual = (I + R.double()) @ (I + M.double()) @ (I + R.double()) - I
-    assert residual.abs().max() < torch.finfo(dtype).eps * (4 + m) * (1 if rough is None else 10 + size)
+    residual = (I + R) @ (I + D.double()) @ (I + R) - I
+    assert residual.abs().max() < ROOT[dtype]
 
 
-def test_inverse_square_root_does_not_depend_on_its_batch():
+@pytest.mark.parametrize("host", [False, True])
+def test_inverse_square_root_does_not_depend_on_its_batch_or_on_what_the_host_knows(host):
     A = torch.randn(6, 5, 5)
-    M = A @ A.mT * torch.tensor([1e-7, 1e-3, 1e-2, 0.05, 3.0, 400.0])[:, None, None]
-    together, _ = inverse_sqrt(M, positive=True)
+    D = A @ A.mT
+    D = D / torch.linalg.matrix_norm(D, 2)[:, None, None]
+    D = D * torch.tensor([1e-7, 1e-3, 1e-2, 0.05, 0.4, 1.0])[:, None, None]
+    together = inverse_sqrt(D, host=False)
     for i in range(6):
-        assert torch.equal(together[i], inverse_sqrt(M[i : i + 1], positive=True)[0][0])
-
-
-def test_inverse_square_root_says_when_it_overflows():
-    with pytest.raises(FloatingPointError, match="overflowed"):
-        inverse_sqrt(torch.full((1, 3, 3), torch.inf), positive=True)
+        assert torch.equal(together[i], inverse_sqrt(D[i : i + 1], host=host)[0])
 
 
 @pytest.mark.parametrize("m", [3, 192, 250])
@@ -177,12 +179,12 @@ def test_cayley_of_skew_is_orthogonal_and_second_order():
     assert errors[0] / errors[1] == pytest.approx(8, rel=0.1)
 
 
-def test_shapes_that_are_no_frames_are_refused():
+def test_shapes_without_two_dimensions_are_refused():
     with pytest.raises(ValueError, match="two dimensions"):
         random_stiefel(5)
 
 
-def test_a_block_that_is_no_number_is_not_passed_over():
+def test_a_block_of_nan_is_not_passed_over():
     layers = nn.ModuleList([constrain(nn.Linear(8, 4)), constrain(nn.Linear(8, 4))])
     with torch.no_grad():
         layers[1].weight.fill_(math.nan)

@@ -101,7 +101,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 OPTIMIZERS = (
     "StiefelSGD", "StiefelAdam", "StiefelAdamW", "MomentumlessStiefelSGD", "ProjectedStiefelSGD", "ProjectedStiefelAdam",
-    "RegularizedSGD", "RegularizedAdam",
+    "RegularizedSGD", "RegularizedAdam", "StiefelMuon",
 )  # fmt: skip
 
 
@@ -392,14 +392,14 @@ def _from_hub(
 def _register_optimizers() -> None:
     """Let `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")` know ours; timm imports one when it is asked for."""
     for name in OPTIMIZERS:
-        adaptive = "Adam" in name
+        adaptive = "Adam" in name or "Muon" in name
         info = OptimInfo(
             name=name.lower(),
             opt_class=f"ortho_vit.optim.{name}",
             description=f"{name} of ortho_vit, for models with orthonormal weights",
             has_eps=adaptive,
             has_betas=adaptive,
-            has_momentum=not adaptive,
+            has_momentum=not adaptive or "Muon" in name,
         )
         default_registry.register(info)
 

@@ -1,9 +1,11 @@
 """Optimizers for models with Stiefel parameters: real `torch.optim.Optimizer`s, for constrained and free ones alike."""
 
+from ortho_vit.optim.audit import audit as audit
 from ortho_vit.optim.momentum import StiefelAdam, StiefelAdamW, StiefelSGD
 from ortho_vit.optim.momentumless import MomentumlessStiefelSGD
 from ortho_vit.optim.projected import ProjectedStiefelAdam, ProjectedStiefelSGD
 from ortho_vit.optim.regularized import RegularizedAdam, RegularizedSGD
+from ortho_vit.optim.spectral import StiefelMuon
 
 __all__ = [
     "MomentumlessStiefelSGD",
@@ -13,6 +15,7 @@ __all__ = [
     "RegularizedSGD",
     "StiefelAdam",
     "StiefelAdamW",
+    "StiefelMuon",
     "StiefelSGD",
 ]
 

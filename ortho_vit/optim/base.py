@@ -46,6 +46,7 @@ def is_count(k: Any) -> bool:
 class StiefelOptimizer(Optimizer):
     """The base of every optimizer here.  A family sets `free_rule` and defines `new_state` and `move`."""
 
+    keeps_stiefel = True  # it knows constrained parameters: see `ortho_vit.parameter`
     free_rule: ClassVar[FreeRule]
     exact: ClassVar[bool] = True  # it stays on the manifold
     starts_on_manifold: ClassVar[bool] = True

@@ -188,6 +188,8 @@ class RGAS(Optimizer):
     no momentum.
     """
 
+    keeps_stiefel = True
+
     def __init__(self, params: Iterable[Any], *, lr: float, maximize: bool = False) -> None:
         check_positive("RGAS", lr=lr)
         super().__init__(params, {"lr": lr, "maximize": maximize})
@@ -206,6 +208,8 @@ class RAGAS(Optimizer):
         U ← QR(U + lr/√(t+1) · P_U(r̂^(−1/4) ξ ĉ^(−1/4))),   ξ = P_U(G),
     r̂ and ĉ the largest running averages so far, of weight `beta`, of diag(ξξᵀ)/k and diag(ξᵀξ)/d, from 1e-6.
     """
+
+    keeps_stiefel = True
 
     def __init__(
         self, params: Iterable[Any], *, lr: float, beta: float = 0.8, maximize: bool = False

@@ -15,7 +15,6 @@ from ortho_vit.stiefel import random_stiefel
 
 ALL = optim.__all__
 SGD_LIKE = [name for name in ALL if name.endswith("SGD")]
-ADAM_LIKE = [name for name in ALL if name.endswith("Adam")]
 
 
 def network() -> nn.Sequential:
@@ -45,7 +44,11 @@ def train(model, optimizer, steps=5):
 
 def twin_of_torch(name, parameters, **options):
     twin = (
-        torch.optim.SGD if name in SGD_LIKE else torch.optim.AdamW if name.endswith("W") else torch.optim.Adam
+        torch.optim.SGD
+        if name in SGD_LIKE
+        else torch.optim.AdamW
+        if name.endswith(("W", "Muon"))
+        else torch.optim.Adam
     )
     return twin(parameters, **options)
 
@@ -57,11 +60,12 @@ def test_free_parts_follow_torch_to_the_bit(name, maximize, foreach):
     """Free parameters, and the free rows of constrained ones, against torch's optimizer on copies of them."""
     options = {"lr": 0.03, "weight_decay": 0.1, "maximize": maximize, "foreach": foreach}
     extra = {"momentum": 0.8, "dampening": 0.2} if name in SGD_LIKE else {"betas": (0.7, 0.9), "eps": 1e-5}
+    own = {"muon": False} if name == "StiefelMuon" else {}  # and so AdamW
     mixed = StiefelParameter(torch.cat([random_stiefel(4, 6), torch.randn(3, 6)]), rows=4)
     mixed_2 = StiefelParameter(torch.cat([random_stiefel(4, 6), torch.randn(3, 6)]), rows=4)
     plain = nn.Parameter(torch.randn(5, 2))
     copies = [nn.Parameter(x.detach().clone()) for x in (mixed.free(), mixed_2.free(), plain)]
-    ours = getattr(optim, name)([mixed, mixed_2, plain], **options, **extra)
+    ours = getattr(optim, name)([mixed, mixed_2, plain], **options, **extra, **own)
     theirs = twin_of_torch(name, copies, **options, **extra)
     for _ in range(7):
         for p in (mixed, mixed_2, plain):
@@ -92,7 +96,7 @@ def test_weight_decay_never_touches_constrained_rows(name):
 @pytest.mark.parametrize("name", ALL)
 def test_training_lowers_the_loss(name):
     model = network()
-    optimizer = getattr(optim, name)(model.parameters(), lr=0.02)
+    optimizer = getattr(optim, name)(model.parameters(), lr=0.1 if name == "StiefelMuon" else 0.02)
     losses = train(model, optimizer, 60)
     assert losses[-1] < 0.6 * losses[0]
 
@@ -355,12 +359,15 @@ def test_sparse_gradients_are_refused():
 
 
 class OpCounter(TorchDispatchMode):
+    """Counts operators, but not torch's looks at its counters of steps, which lie on the host."""
+
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.namespace == "aten"
+        name = function.overloadpacket.__name__
+        self.count += function.namespace == "aten" and name not in ("_local_scalar_dense", "lift_fresh")
         return function(*args, **(kwargs or {}))
 
 
@@ -384,3 +391,92 @@ def test_a_stacked_step_dispatches_a_fixed_number_of_operators_whatever_the_dept
                 optimizer.step()
         counts.append(counter.count)
     assert counts[0] == counts[1] <= limit
+
+
+# ------------------------------------------------------------------------------------------------ what others do to it
+
+
+def test_distributed_checkpointing_primes_an_optimizer_without_moving_a_weight():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    for name in ALL:
+        model = network()
+        before = copy.deepcopy(model.state_dict())
+        optimizer = getattr(optim, name)(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(action="ignore"):
+            state = get_optimizer_state_dict(model, optimizer)
+        assert "0.weight" in state["state"]
+        if not name.startswith("Regularized"):  # its penalty moves them
+            assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items()), name
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_state_is_loaded_by_keyword_and_options_come_with_it():
+    model = network()
+    optimizer = optim.StiefelSGD(
+        model.parameters(), lr=0.3, metric="euclidean", stiefel_lr=0.1, expm="cayley"
+    )
+    train(model, optimizer, 2)
+    fresh = optim.StiefelSGD(model.parameters())
+    fresh.load_state_dict(state_dict=optimizer.state_dict())
+    for key in ("lr", "metric", "stiefel_lr", "expm", "reference_lr", "capturable"):
+        assert fresh.param_groups[0][key] == optimizer.param_groups[0][key]
+
+
+def test_weights_are_changed_in_place():
+    model = network()
+    optimizer = optim.StiefelAdam(model.parameters(), lr=0.1, foreach=True)
+    places = [p.data_ptr() for p in model.parameters()]
+    view = model[0].weight.data[:2]
+    train(model, optimizer, 2)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert torch.equal(view, model[0].weight.data[:2])
+
+
+def test_a_parameter_of_other_strides_at_the_same_address_is_noticed():
+    storage = random_stiefel(8, 8).contiguous()
+    p = StiefelParameter(storage)
+    optimizer = optim.StiefelSGD([p], lr=0.1)
+    p.grad = torch.randn(8, 8)
+    optimizer.step()
+    p.data = p.data.t()
+    p.grad = torch.randn(8, 8)
+    optimizer.step()
+    assert orthogonality_error(p) < 2e-6
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(ValueError, match="is complex; only real parameters are supported"):
+        optim.StiefelSGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+def test_a_foreign_optimizer_on_a_constrained_parameter_warns_once_by_name():
+    model = network()
+    loss_of(model).backward()
+    foreign = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    with pytest.warns(
+        UserWarning, match=r"SGD steps the constrained parameter 0\.weight \(2 such\) as a free one"
+    ):
+        foreign.step()
+    with warnings.catch_warnings(action="error"):
+        foreign.step()
+        ours = optim.StiefelSGD(network().parameters(), lr=0.1)
+        ours.step()
+
+
+def test_a_learning_rate_of_another_version_resumes():
+    """A state of version 0.1: integers count steps, and free rows have a dictionary of their own."""
+    model = network()
+    optimizer = optim.StiefelAdam(model.parameters(), lr=0.05)
+    train(model, optimizer, 3)
+    old = copy.deepcopy(optimizer.state_dict())
+    for state in old["state"].values():
+        free = {key.removeprefix("free_"): state.pop(key) for key in list(state) if key.startswith("free_")}
+        if "Z" in state:
+            state |= {"free": free, "step": int(state["step"])}
+    for group in old["param_groups"]:
+        del group["capturable"]
+    twin = copy.deepcopy(model)
+    resumed = optim.StiefelAdam(twin.parameters(), lr=1.0)
+    resumed.load_state_dict(old)
+    assert train(model, optimizer, 3) == train(twin, resumed, 3)

@@ -1,0 +1,222 @@
+"""With `capturable` a step reads nothing back from the device, changes no bit, and can be compiled."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from ortho_vit import StiefelParameter, optim, orthogonality_error
+from ortho_vit.optim.momentum import sgd_step
+from ortho_vit.stiefel import polar, random_stiefel
+from tests.helpers.dispatch import NoHostReads
+
+ALL = optim.__all__
+CUTS = {"within": (6, 8), "across": (1, 48)}  # blocks and their rows
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def options_of(name):
+    return {"qr_every": None} if "Projected" in name else {}
+
+
+def make(constraint, depth=2, device="cpu", free=True):
+    blocks, m = CUTS[constraint]
+    torch.manual_seed(0)
+    parameters: list[nn.Parameter] = []
+    for _ in range(depth):
+        data = torch.cat([random_stiefel(blocks, m, 48).flatten(0, 1), torch.randn(16 if free else 0, 48)])
+        parameters.append(StiefelParameter(data.to(device), blocks=blocks, rows=blocks * m))
+    return parameters + [nn.Parameter(torch.randn(5, device=device)) for _ in range(depth if free else 0)]
+
+
+def wobble(parameters, i, scale=1.0):
+    for j, p in enumerate(parameters):
+        p.grad = scale * torch.sin(3 * p.detach() + i + j)
+
+
+def step_watched(optimizer, parameters, steps=5):
+    """The kernels of each step but the first two, which make and lay out the state; none may read the device."""
+    seen = []
+    for i in range(steps):
+        wobble(parameters, i, scale=10.0 ** (i - 2))
+        with NoHostReads() as mode:
+            optimizer.step()
+        seen.append(mode.kernels)
+    return seen[2:]
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("constraint", CUTS)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_capturable_step_reads_nothing_and_launches_the_same_kernels_each_time(
+    name, constraint, foreach, tensor_lr, device
+):
+    parameters = make(constraint, device=device)
+    lr = torch.tensor(1e-2, device=device) if tensor_lr else 1e-2
+    optimizer = getattr(optim, name)(parameters, lr=lr, foreach=foreach, capturable=True, **options_of(name))
+    kernels = step_watched(optimizer, parameters)
+    assert kernels[0] == kernels[1] == kernels[2]
+    assert all(optimizer.state[p]["step"].device.type == device for p in parameters[:2])
+
+
+@pytest.mark.parametrize("constraint", CUTS)
+@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam"])
+def test_the_step_runs_on_the_meta_device(name, constraint):
+    """Where a tensor made elsewhere, or a look at a value, is an error here and not on a user's machine."""
+    parameters = [
+        StiefelParameter(p.detach().to("meta"), blocks=p.blocks, rows=p.rows)
+        for p in make(constraint, free=False)
+    ]
+    optimizer = getattr(optim, name)(parameters, lr=0.1)
+    for _ in range(2):
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("name", "most"), [("StiefelSGD", 125), ("StiefelAdam", 160)])
+def test_the_number_of_kernels_does_not_depend_on_the_depth(name, most):
+    """Measured: 120 and 158, of which the free rows take 3 and 16."""
+    counts = []
+    for depth in (2, 7):
+        parameters = make("within", depth)
+        optimizer = getattr(optim, name)(parameters, lr=1e-3, foreach=True, capturable=True)
+        counts.append(len(step_watched(optimizer, parameters)[-1]))
+    assert counts[0] == counts[1] <= most
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0, 1e20])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("constraint", CUTS)
+@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam", "MomentumlessStiefelSGD"])
+def test_what_the_host_knows_changes_no_bit(name, constraint, foreach, scale):
+    ends = []
+    scale = min(scale, 100.0) if name.startswith("Momentumless") else scale
+    for capturable in (False, True):
+        parameters = make(constraint, free=False)
+        optimizer = getattr(optim, name)(parameters, lr=0.1, foreach=foreach, capturable=capturable)
+        for i in range(6):
+            wobble(parameters, i, scale)
+            optimizer.step()
+        ends.append([*parameters, *(x for p in parameters for x in optimizer.state[p].values())])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_its_blocks_and_their_state_as_they_were(name, bad):
+    p = StiefelParameter(random_stiefel(3, 8, 48))
+    twin = StiefelParameter(p.detach().clone())
+    optimizers = [getattr(optim, name)([x], lr=0.1, capturable=True) for x in (p, twin)]
+    for i in range(3):
+        wobble([p], i)
+        twin.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    before = copy.deepcopy({**optimizers[0].state[p], "X": p.detach()})
+    wobble([p], 3)
+    twin.grad = p.grad.clone()
+    p.grad[1, 2, 3] = bad
+    for optimizer in optimizers:
+        optimizer.step()
+    after, expected = ({**o.state[x], "X": x.detach()} for o, x in zip(optimizers, (p, twin), strict=True))
+    for key in before.keys() - {"step"}:
+        assert torch.equal(after[key][1], before[key][1])
+        assert torch.equal(after[key][[0, 2]], expected[key][[0, 2]])
+
+
+def test_what_cannot_be_captured_says_why():
+    X = [StiefelParameter(random_stiefel(4, 8))]
+    for options in ({"integrator": "paper"}, {"expm": "exact"}):
+        with pytest.raises(ValueError, match="StiefelSGD: capturable is not possible with"):
+            optim.StiefelSGD(X, capturable=True, **options)
+    with pytest.raises(ValueError, match="set qr_every=None"):
+        optim.ProjectedStiefelSGD(X, capturable=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler, about itself
+@pytest.mark.parametrize("capturable", [None, True])
+@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam"])
+def test_a_compiled_step_gives_the_same_numbers(name, capturable):
+    """Whole, without a break, with a learning rate that a scheduler changes, and never as a step on plain parameters."""
+    ends = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        parameters = make("within", depth=2)
+        optimizer = getattr(optim, name)(
+            parameters, lr=torch.tensor(0.05), foreach=False, capturable=capturable
+        )
+        step = torch.compile(optimizer.step, fullgraph=True) if compiled else optimizer.step
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # which wraps the optimizer's step
+        for i in range(4):
+            wobble(parameters, i)
+            step()
+            with warnings.catch_warnings(action="ignore"):
+                schedule.step()
+        ends.append([p.detach().clone() for p in parameters])
+        assert max(map(orthogonality_error, parameters[:2])) <= 1e-6
+        assert "momentum_buffer" not in optimizer.state[parameters[0]]
+    for eager, traced in zip(*ends, strict=True):
+        torch.testing.assert_close(eager, traced, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam", "ProjectedStiefelAdam", "RegularizedSGD"])
+def test_autocast_matmul_precision_and_default_dtype_change_nothing(name, precision):
+    def end(disturbed):
+        parameters = make("within")
+        optimizer = getattr(optim, name)(parameters, lr=0.05)
+        for i in range(3):
+            wobble(parameters, i)
+            if not disturbed:
+                optimizer.step()
+                continue
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(torch.float64)
+            try:
+                with torch.autocast("cpu", torch.bfloat16):
+                    optimizer.step()
+                    measured = orthogonality_error(parameters[0])
+                    nearest = polar(parameters[0].matrices())
+            finally:
+                torch.set_float32_matmul_precision("highest")
+                torch.set_default_dtype(torch.float32)
+            assert measured == orthogonality_error(parameters[0])
+            assert torch.equal(nearest, polar(parameters[0].matrices()))
+        return parameters
+
+    for plain, disturbed in zip(end(False), end(True), strict=True):
+        assert torch.equal(plain, disturbed)
+
+
+def test_a_counter_is_loaded_from_either_form():
+    for capturable in (False, True):
+        X = StiefelParameter(random_stiefel(4, 8))
+        optimizer = optim.StiefelAdam([X], lr=0.1, capturable=capturable)
+        wobble([X], 0)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        saved["state"][0]["step"] = 7  # as version 0.1 stored it
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        assert optimizer.state[X]["step"].item() == 8
+
+
+def test_the_carry_conserves_the_momentum():
+    """U Uᵀ of the projected momentum is that of V: with μ = 1 and no gradient its singular values stay."""
+    X = random_stiefel(4, 6, 20, dtype=torch.float64)
+    U = torch.randn_like(X)
+    U -= U @ X.mT @ X
+    before = torch.linalg.svdvals(U)
+    state = {"Z": torch.zeros(4, 6, 6, dtype=torch.float64), "U": U}
+    flow = optim.momentum.Flow(0.5, "euler", "isometric", None)
+    for _ in range(5):
+        sgd_step(X, torch.zeros_like(X), state, 0.05, momentum=1.0, dampening=0.0, flow=flow, norm=0.0)
+    U = state["U"] - state["U"] @ X.mT @ X
+    torch.testing.assert_close(torch.linalg.svdvals(U), before, rtol=1e-11, atol=1e-11)
