@@ -5,7 +5,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 LOWEST := .venv-lowest
 QUICK := tests/test_examples.py tests/test_imports.py tests/cli tests/data tests/experiments tests/models tests/training
 
-.PHONY: help quickstart test lint check check-lowest bench wheel clean
+.PHONY: help quickstart test lint check check-lowest bench docs docs-serve docs-check wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,7 +31,7 @@ lint: .venv/.dev  ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint test  ## all that CI runs
+check: lint test docs  ## all that CI runs
 
 # The lower bounds of pyproject.toml, each `>=` made `==`.  torch and torchvision have the bounds that the pinned pair has:
 # the only build that the tests have run with.  So the tests of optim and transport, which use torch alone, are left out.
@@ -52,6 +52,16 @@ bench: .venv/.dev  ## optimizers and input pipeline against their peers, and a t
 	$(BIN)/python -m benchmarks.input_pipeline
 	$(BIN)/python -m benchmarks.train_step
 
+docs: .venv/.dev  ## build the site into site/ and check its links; needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	$(BIN)/python docs/scripts/check_site.py site
+
+docs-serve: .venv/.dev  ## show the site on http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+docs-check: docs  ## look at the main pages in Debian's chromium, if it is installed: screenshots, errors on consoles
+	$(BIN)/python docs/scripts/check_site.py site --browser
+
 wheel: .venv/.dev  ## build dist/ortho_vit-*.whl, with the configurations and the trained weights inside
 	rm -rf build dist ortho_vit.egg-info
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -59,4 +69,4 @@ wheel: .venv/.dev  ## build dist/ortho_vit-*.whl, with the configurations and th
 	@ls dist
 
 clean:  ## remove the environments, the build and every cache
-	rm -rf .venv $(LOWEST) build dist ortho_vit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(LOWEST) build dist site site-screenshots ortho_vit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

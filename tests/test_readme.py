@@ -13,19 +13,24 @@ from benchmarks import sharding_model
 from ortho_vit import list_models
 from ortho_vit.cli.export import parse
 from ortho_vit.cli.main import main
-from ortho_vit.models import find_checkpoint
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+TUTORIALS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("**/*.md")))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-COMMANDS = [
-    line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
-]
+def commands(text: str) -> list[str]:
+    """Every command of the blocks of a page, one per line; a backslash continues a line."""
+    scripts = [block.replace("\\\n", " ") for block in blocks(text, "bash")]
+    lines = [line.split("#")[0].strip() for script in scripts for line in script.splitlines()]
+    return [line for line in lines if line]
+
+
+COMMANDS = list(dict.fromkeys(commands(README) + commands(TUTORIALS)))
 
 
 def skip_without_weights(text: str) -> None:
@@ -48,7 +53,11 @@ def pictures(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice about loggers and workers
-@pytest.mark.parametrize("snippet", blocks("python"), ids=lambda s: s.splitlines()[0])
+@pytest.mark.parametrize(
+    "snippet",
+    list(dict.fromkeys(blocks(README, "python") + blocks(TUTORIALS, "python"))),
+    ids=lambda s: s.splitlines()[0],
+)
 def test_python_snippets_run(snippet, pictures):
     skip_without_weights(snippet)
     offline = snippet.replace('_224", pretrained=True', '_224", pretrained=False')  # no network here
@@ -63,7 +72,7 @@ def test_training_commands_are_understood(command, monkeypatch, capsys):
     words = shlex.split(command)
     arguments = words[words.index("train.py") + 1 :]
     if arguments[0] == "export":
-        assert parse(arguments[1:]).name == "my_pictures"
+        assert parse(arguments[1:]).name == "my_images"
         return
     arguments = [w for w in arguments if w not in ("--ckpt_path", "last")]
     with pytest.raises(SystemExit) as stop:
@@ -73,8 +82,8 @@ def test_training_commands_are_understood(command, monkeypatch, capsys):
 
 
 def test_make_targets_and_links_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make ([a-z]+)", README)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
     for path in re.findall(r"configs/[\w/]+\.yaml", README):
@@ -84,30 +93,34 @@ def test_make_targets_and_links_exist():
 def test_the_table_of_the_zoo_is_true():
     from ortho_vit import create_model
 
-    rows = re.findall(r"^\| `(ortho_vit_\w+)` \|.*\| ([\d,]+) \|$", README, re.MULTILINE)
-    assert len(rows) == 7
+    rows = re.findall(r"^\| `(ortho_vit_\w+)`[^|]*\|.*\| ([\d,]+) \|$", README, re.MULTILINE)
+    assert len(rows) == 8
     for name, count in rows:
         with torch.device("meta"):
             model = create_model(name, constraint=None)
         assert sum(p.numel() for p in model.parameters()) == int(count.replace(",", ""))
 
 
-def test_the_table_of_accuracies_is_true_to_the_cards():
-    rows = re.findall(r"^\| (none|within|across)[\w ]*, (\w+) \| (.*) \| (.*) \|$", README, re.MULTILINE)
-    assert len(rows) == 4
-    for constraint, optimizer, *cells in rows:
-        tag = f"{constraint}_{optimizer.lower().replace('stiefel', 'stiefel_')}"
-        for name, cell in zip(
-            (f"ortho_vit_nano.cifar10_{tag}", f"ortho_vit_digits.digits_{tag}"), cells, strict=True
-        ):
-            if name in list_models(pretrained=True):
-                assert cell == f"{100 * find_checkpoint(name).card.accuracy['test/accuracy']:.2f} %"
+def test_the_readme_is_short_and_narrow():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
 
 
-def test_experiments_of_the_readme_have_the_options_they_are_given(monkeypatch, capsys):
+def test_the_contrasts_of_the_readme_are_rows_of_table_1():
+    table = (ROOT / "docs/table1.md").read_text()
+    rows = re.findall(r"<!-- contrasts -->\n(.*?)<!-- end -->", README, re.DOTALL)[0].splitlines()[2:]
+    assert rows
+    for row in rows:
+        assert f"\n{row[:-2]}" in table, row
+
+
+def test_experiments_have_the_options_they_are_given(monkeypatch, capsys):
     for module, options in re.findall(r"python -m (ortho_vit\.experiments\.\w+)(.*)", "\n".join(COMMANDS)):
+        package = hasattr(importlib.import_module(module), "__path__")
+        main_module = importlib.import_module(f"{module}.__main__" if package else module)
         with pytest.raises(SystemExit) as stop:
-            importlib.import_module(module).main([*shlex.split(options), "--help"])
+            main_module.main([*shlex.split(options), "--help"])
         assert stop.value.code == 0
 
 
