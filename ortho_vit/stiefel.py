@@ -116,7 +116,7 @@ def orthogonality_error(x: Tensor | nn.Module) -> float:
 
 
 def nan_first(value: float) -> float:
-    """A key for `max` under which what is no number is the largest."""
+    """A key for `max` under which NaN is the largest value."""
     return math.inf if math.isnan(value) else value
 
 

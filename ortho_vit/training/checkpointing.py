@@ -221,7 +221,7 @@ class Checkpoints(Checkpoint):
             trainer.should_stop = stop
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Amid an epoch the weights are saved as they were measured; at its end together with the epoch."""
+        """Mid-epoch the weights are saved as they were measured; at its end together with the epoch."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._validated = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -235,7 +235,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.should_stop and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            return  # stopped amid it, and saved there: to resume as if it were over would leave out the rest
+            return  # stopped mid-epoch, and saved there: to resume as if it were over would leave out the rest
         validated, self._validated = self._validated, False
         missing = validated and self.monitor not in trainer.callback_metrics
         self._save(trainer, improved=validated and not missing and self._improves(trainer))
@@ -249,7 +249,7 @@ class Checkpoints(Checkpoint):
             raise ValueError(f"Checkpoints: monitor {self.monitor!r} is not measured; there are {have}")
         score = trainer.callback_metrics[self.monitor].item()
         best = score if self.best_score is None else self.best_score
-        improved = score >= best if self.mode == "max" else score <= best  # never where it is no number
+        improved = score >= best if self.mode == "max" else score <= best  # never where it is NaN
         if improved:
             self.best_score = score
         return improved

@@ -2,7 +2,7 @@
 
     progress.json   every few seconds: epoch and step, of how many, and the seconds spent
     result.json     once, at the end:  "status" is "finished" or "diverged"; the test set's loss and accuracy, a curve
-                    with a point an epoch, seconds, orthogonality error, versions
+                    with one point per epoch, seconds, orthogonality error, versions
 
 A run whose loss, gradient or step is no longer finite, or that left the manifold it should keep, has diverged.  That is
 a result, with its step and reason; any other error leaves no `result.json`.

@@ -1,4 +1,4 @@
-"""What a run says: a line an epoch, a table of its history, curves, and a summary at the end."""
+"""What a run says: one line per epoch, a table of its history, curves, and a summary at the end."""
 
 import contextlib
 import csv
@@ -26,7 +26,7 @@ COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogon
 
 
 class History(Callback):
-    """Keeps a row an epoch, part of every checkpoint, and writes it as `history.csv` and `curves.png`."""
+    """Keeps one row per epoch, part of every checkpoint, and writes it as `history.csv` and `curves.png`."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

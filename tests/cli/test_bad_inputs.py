@@ -524,7 +524,7 @@ def trains(spoil):
     return scene
 
 
-def spoilt(content, name="cat/1.png"):
+def damaged(content, name="cat/1.png"):
     """One picture replaced by these bytes, or by what `content` makes of its own."""
 
     def spoil(root):
@@ -597,10 +597,10 @@ DATA = {
     "a class that training has not": (
         trains(lambda root: [picture(root / part / "0.png") for part in ("train/a", "train/b", "val/c")]),
         "has the class .*'c'.*, which the training images do not have"),
-    "a truncated picture": (spoilt(lambda old: old[: len(old) // 2]), "cannot read .*cat/1.png: .*; mend it or take it"),
-    "an empty picture": (spoilt(b""), "cannot read .*cat/1.png: the file is empty; mend it or take it out"),
-    "a text called picture": (spoilt(b"no picture"), "cannot read .*cat/1.png: not an image in a known format"),
-    "a picture of 3.6 billion pixels": (spoilt(bomb()), "cannot read .*cat/1.png: too many pixels; mend it or take it"),
+    "a truncated picture": (damaged(lambda old: old[: len(old) // 2]), "cannot read .*cat/1.png: .*; mend it or take it"),
+    "an empty picture": (damaged(b""), "cannot read .*cat/1.png: the file is empty; mend it or take it out"),
+    "a text called picture": (damaged(b"no picture"), "cannot read .*cat/1.png: not an image in a known format"),
+    "a picture of 3.6 billion pixels": (damaged(bomb()), "cannot read .*cat/1.png: too many pixels; mend it or take it"),
     "a picture of real numbers": (trains(float_picture), "cannot read .*cat/1.tiff: floating-point pixels; save it with"),
     "a deviation of zero": (lambda folder: lambda: ImageFolder(std=(1, 0, 1)), r"std must be positive, got \(1, 0, 1\)"),
     "a picture of no size": (lambda folder: lambda: ImageFolder(image_size=0), "image_size must be at least 1, got 0"),

@@ -171,7 +171,7 @@ def test_a_run_that_another_sweep_began_meanwhile_is_not_taken_over(tmp_path):
 
 
 def test_a_configuration_without_checkpoint_is_not_kept(tmp_path):
-    """It may be another one's; a run that was killed before its first checkpoint starts afresh."""
+    """It may be another one's; a run that was killed before its first checkpoint starts from scratch."""
     (run,) = make(tmp_path, rows=["none_sgd"], seeds=(0,))
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").write_text("old: true")

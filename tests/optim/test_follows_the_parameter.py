@@ -1,4 +1,4 @@
-"""A parameter may be cut, written, cast or loaded anew between two steps; the optimizer follows it."""
+"""A parameter may be cut differently, written, cast or loaded between two steps; the optimizer follows it."""
 
 import copy
 import gc

@@ -20,7 +20,7 @@ from tests.helpers.small_run import assert_same_bits, digits, make_classifier, m
 
 
 class KeepHalf(L.Callback):
-    """Keeps a copy of the last checkpoint from amid the first epoch."""
+    """Keeps a copy of the last checkpoint from within the first epoch."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == 3:
