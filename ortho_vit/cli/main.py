@@ -267,7 +267,7 @@ class CommandLine(LightningCLI):
     def instantiate_classes(self) -> None:
         """The data module is built once: the parser leaves it out where it is there already."""
         config = self.config[self.subcommand]
-        described = config.data
+        self._described = described = config.data
         if self._data is not None:
             config.data = None
         try:
@@ -313,7 +313,7 @@ class CommandLine(LightningCLI):
         """What the model's hyper-parameters do not say about a run."""
         config = self.config[self.subcommand]
         trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision")}
-        return {"seed": config.seed_everything, "data": config.data.as_dict(), "trainer": trainer}
+        return {"seed": config.seed_everything, "data": self._described.as_dict(), "trainer": trainer}
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Not while the object is being made: see `run`."""
