@@ -165,7 +165,8 @@ class DataLine(Callback):
         describe_data = getattr(getattr(trainer, "datamodule", None), "describe", None)
         if describe_data is not None and trainer.is_global_zero and not self._printed:
             self._printed = True
-            print(describe_data(), flush=True)
+            out = sys.stderr if stage == "predict" else sys.stdout  # where predictions may go to the standard output
+            print(describe_data(), file=out, flush=True)
 
 
 class Bar(RichProgressBar):
