@@ -165,8 +165,8 @@ class DataLine(Callback):
         describe_data = getattr(getattr(trainer, "datamodule", None), "describe", None)
         if describe_data is not None and trainer.is_global_zero and not self._printed:
             self._printed = True
-            out = sys.stderr if stage == "predict" else sys.stdout  # where predictions may go to the standard output
-            print(describe_data(), file=out, flush=True)
+            piped = stage == "predict" and any(getattr(c, "path", None) == "-" for c in trainer.callbacks)  # type: ignore[attr-defined]
+            print(describe_data(), file=sys.stderr if piped else sys.stdout, flush=True)
 
 
 class Bar(RichProgressBar):
