@@ -298,6 +298,8 @@ class PolarProjectedSGD(Optimizer):
     M is never brought to the tangent space: that is the experiment.  `project` does it, and is the control.
     """
 
+    keeps_stiefel = True
+
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, project: bool = False) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "project": project})
 

@@ -230,7 +230,7 @@ def on_train_batch_start(self, batch, batch_idx):
 
 if __name__ == "__main__":
     Classifier.on_train_batch_start = on_train_batch_start
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
 """
 
 
