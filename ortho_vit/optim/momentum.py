@@ -147,12 +147,12 @@ def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -
     return U
 
 
-def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -> None:
+def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool, scratch: Tensor | None) -> None:
     """Algorithms 4 and 5: X ← polar(EᵀX), where the retraction itself makes E = polar(I + W) of I + W."""
 
     def turned(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         E = W if flow.expm == "euler" else turn(W, flow.expm, host)
-        Y = torch.baddbmm(X, E.mT, X)
+        Y = torch.baddbmm(X, E.mT, X, out=scratch)
         return Y, *deviation(Y)
 
     if host and flow.expm == "euler" and lr * float(frobenius(Z).amax()) > 1:
@@ -186,7 +186,8 @@ def sgd_step(
     if U is None:
         K = torch.bmm(X, G.mT)
         Z.mul_(momentum).addcmul_(K - K.mT, kick, value=flow.half)
-        return move_square(X, Z, lr, flow, host)
+        del K
+        return move_square(X, Z, lr, flow, host, scratch)
     H = turned_(U, X, Z, lr, flow, host).mul_(momentum).addcmul_(G, kick)
     K = torch.bmm(X, H.mT)
     Z.mul_(momentum).add_(K - K.mT, alpha=flow.half)
@@ -227,7 +228,8 @@ def adam_step(
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
     if U is None or q is None:
         Z.mul_(beta1).sub_(f, alpha=1 - beta1)
-        return move_square(X, rescaled(Z, p, out=scratch), lr, flow, host)
+        del K, f
+        return move_square(X, rescaled(Z, p), lr, flow, host, scratch)
     brought_(U, X)
     turned_(U, X, Z, lr, flow, host).mul_(beta1)
     Z.mul_(beta1).sub_(f, alpha=1 - beta1)
