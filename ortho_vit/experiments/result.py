@@ -93,7 +93,7 @@ def thin(length: int) -> list[int]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null says that there is no number."""
+    """JSON has no NaN and no infinity: null stands for both."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -158,7 +158,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def finite_or_none(value: Any) -> float | None:
-    """JSON has no NaN and no infinity: null says that there is no number."""
+    """JSON has no NaN and no infinity: null stands for both."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 

@@ -1,7 +1,7 @@
-"""Finished runs as one result, a row of its table a run, a curve a run; and such a result as finished runs again.
+"""Finished runs as one result, with one row and one curve per run; and such a result as finished runs again.
 
 <sweep>.json    settings and the table: what each run reached, its time, orthogonality error, versions, command
-<sweep>.csv     the curves, a line an epoch
+<sweep>.csv     the curves, one line per epoch
 """
 
 import csv
