@@ -1,6 +1,6 @@
 """The time of an optimizer step, against peers and against the products a step needs at least.
 
-    python -m benchmarks.optimizer_step [--quick] [--mode within] [--scale 0.003] [--output results.json]
+    python -m benchmarks.optimizer_step [--quick] [--mode within] [--scale 0.003] [--compile] [--output results.json]
 
 The work is the attention of the paper's ViT: 7 fused weights (1152, 384) with 768 constrained rows, `within` heads (24
 blocks of 32 rows) and `across` them (2 of 384).  Single thread, float32, all contestants in one run, in turns; what is
@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -26,12 +27,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch is imported: no c
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ortho_vit import StiefelParameter, orthogonality_error
 from ortho_vit.optim import StiefelAdam, StiefelSGD
 from ortho_vit.stiefel import random_stiefel
+from tests.helpers.dispatch import NoHostReads
 
 LAYERS, D = 7, 384
 BLOCKS = {"within": 24, "across": 2}
@@ -241,6 +244,28 @@ def ops_and_flops(contestant: Contestant, scale: float) -> tuple[int, int, int]:
     return counter.count, counter.reads, flops.get_total_flops()
 
 
+def compiled_kernels(make: Callable) -> tuple[int, int, int]:
+    """Kernels of a capturable step: eager, and what inductor makes of them, fused ones and products."""
+    parameters = fused(BLOCKS["within"])
+    optimizer = make(parameters, lr=torch.tensor(1e-3), foreach=True, capturable=True)
+
+    def draw() -> None:
+        for p in parameters:
+            p.grad = torch.randn_like(p).mul_(0.003)
+
+    for _ in range(2):  # which make the state and lay it out
+        draw()
+        optimizer.step()
+    draw()
+    with NoHostReads() as watched:
+        optimizer.step()
+    draw()
+    _, code = run_and_get_code(torch.compile(optimizer.step, fullgraph=True))
+    calls = "\n".join(text[text.index("def call") :] for text in code)
+    generated = re.findall(r"^ *(?:cpp|triton)_\w+[.(]", calls, re.MULTILINE)
+    return len(watched.kernels), len(generated), calls.count("extern_kernels.")
+
+
 def peak_extra_memory(contestant: Contestant, scale: float) -> float:
     """Peak bytes allocated inside a step beyond what stood before, in units of the constrained weights."""
     contestant.set_gradients(scale)
@@ -330,11 +355,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="five timed steps, and the error after 30")
     parser.add_argument("--mode", choices=list(BLOCKS), help="only within, or only across heads")
     parser.add_argument("--scale", type=float, default=0.003, help="standard deviation of the gradients")
+    parser.add_argument(
+        "--compile", action="store_true", help="count the kernels of a compiled step, and nothing else"
+    )
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, 1 thread, float32")
+    if options.compile:
+        for kind in (StiefelSGD, StiefelAdam):
+            eager, generated, products = compiled_kernels(kind)
+            compiled = f"compiled {generated + products}, of which {products} are products"
+            print(f"{kind.__name__}, capturable: {eager} kernels a step; {compiled}")
+        return
     results = {}
     for mode in [options.mode] if options.mode else BLOCKS:
         rounds, steps = (5, 30) if options.quick else (options.rounds, 200)

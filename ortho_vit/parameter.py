@@ -37,6 +37,8 @@ class StiefelParameter(nn.Parameter):
     deepcopy, pickle, spawned processes, `Module.to`, `load_state_dict`, EMA copies, `torch.compile` and `torch.export`.
     torch itself makes plain parameters in two places: `load_state_dict(assign=True)`, and `Module.to_empty` or
     `.to("meta")`.  After those, `constrain(module, name, blocks=..., rows=..., init="keep")` restores it.
+    `nn.Parameter(p)` raises torch's error about `detach()`, which no subclass can replace: `nn.Parameter(p.detach())` is a
+    free parameter on the same memory, `copy.deepcopy(p)` a constrained one on its own.
     """
 
     blocks: int
@@ -91,12 +93,10 @@ def _reduce(parameter: StiefelParameter):
     return parameter.__reduce_ex__(2)
 
 
-torch.serialization.add_safe_globals(
-    [_rebuild, StiefelParameter]
-)  # torch.load(weights_only=True) of a saved parameter
-reduction.register(
-    StiefelParameter, _reduce
-)  # torch.multiprocessing: a spawned copy keeps its type and shares memory
+# torch.load(weights_only=True) of a saved parameter
+torch.serialization.add_safe_globals([_rebuild, StiefelParameter])
+# torch.multiprocessing: a spawned copy keeps its type and shares memory
+reduction.register(StiefelParameter, _reduce)
 
 
 def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:

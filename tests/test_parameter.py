@@ -132,6 +132,14 @@ def test_it_survives_copies_pickle_and_moves(linear):
         torch.testing.assert_close(q.float(), weight.data, rtol=1e-2, atol=1e-3)
 
 
+def test_to_wrap_one_again_is_refused_and_its_detached_values_make_a_free_one(linear):
+    with pytest.raises(RuntimeError, match="from an instance of type StiefelParameter"):
+        nn.Parameter(linear.weight)
+    free = nn.Parameter(linear.weight.detach())
+    assert type(free) is nn.Parameter
+    assert free.data_ptr() == linear.weight.data_ptr()
+
+
 def test_a_deepcopy_keeps_ties_and_frozen_parameters(linear):
     linear.weight.requires_grad_(False)
     pair = nn.ModuleList([linear, linear])

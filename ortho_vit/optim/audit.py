@@ -1,5 +1,6 @@
 """Which parameter moves by which rule: a look at a model and its optimizers before they run for days."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,13 +39,14 @@ class Audit:
     @property
     def summary(self) -> str:
         """One line: how many parameters move by which rule."""
-        constrained = [row for row in self.rows if row.constrained]
-        rules = dict.fromkeys(row.rule or "no optimizer" for row in self.rows)
-        counts = [
-            f"{sum((row.rule or 'no optimizer') == rule for row in self.rows)} by {rule}" for rule in rules
-        ]
-        problems = f"; {len(self.problems)} problems" if self.problems else ""
-        return f"{len(self.rows)} parameters, {len(constrained)} of them constrained: {', '.join(counts)}{problems}"
+        constrained = sum(row.constrained for row in self.rows)
+        rows = sorted(self.rows, key=lambda row: (not row.rule, not row.constrained))
+        moved = Counter(
+            f"by {row.rule}" if row.rule else "frozen" for row in rows if row.rule or not row.problem
+        )
+        counts = ", ".join(f"{count} {how}" for how, count in moved.items())
+        problems = f"; {len(self.problems)} problems, such as {self.problems[0]}" if self.problems else ""
+        return f"{len(self.rows)} parameters, {constrained} of them constrained: {counts or 'none moves'}{problems}"
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "blocks", "moves by", "lr", "|XXᵀ−I|", "")]
@@ -101,7 +103,7 @@ def _rule(optimizer: Optimizer, constrained: bool) -> str:
     name = type(optimizer).__name__
     if constrained or not isinstance(optimizer, StiefelOptimizer):
         return name
-    return f"{name}, free"
+    return f"{name} (free)"
 
 
 def _problem(p: nn.Parameter, constrained: bool, owners: list[Optimizer]) -> str:

@@ -60,6 +60,7 @@ class StiefelOptimizer(Optimizer):
         """Start without anything derived from parameters and their state."""
         self._sharding = Sharding()
         self._cuts: dict[Tensor, tuple[Any, Tensor, Tensor | None]] = {}
+        self.known_norms: dict[Tensor, float] = {}  # see `_gradient_norms`
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"stale": self._sharding.stale}
@@ -214,8 +215,10 @@ class StiefelOptimizer(Optimizer):
         """As torch's, but the float32 state of narrower parameters stays float32, and `shard_stiefel` as it is here."""
         kept = [{k: group[k] for k in group if k == "shard_stiefel"} for group in self.param_groups]
         loaded = _of_this_version(state_dict, self.defaults)
+        # torch adds "differentiable" to the defaults, not to the groups, of an optimizer that has loaded a state.
+        needed = self.defaults.keys() - {"shard_stiefel", "differentiable"}
         for group in loaded["param_groups"]:
-            if missing := sorted(self.defaults.keys() - group.keys() - {"shard_stiefel"}):
+            if missing := sorted(needed - group.keys()):
                 raise ValueError(
                     f"{type(self).__name__}: the state is of another optimizer: it has no {missing[0]!r}"
                 )
@@ -279,7 +282,8 @@ class StiefelOptimizer(Optimizer):
     def _gradient_norms(self) -> dict[Tensor, float]:
         """‖G‖ of every parameter whose step may look at the device; raises, before anything is written, where one is bad.
 
-        One synchronisation for all of them.
+        One synchronisation for all of them, and none where the caller has computed them for this step, in `known_norms`:
+        they may be larger than the norms now, as gradients are clipped in between.
         """
         if torch.compiler.is_compiling():
             return {}
@@ -292,7 +296,10 @@ class StiefelOptimizer(Optimizer):
         grads = [p.grad for p in parameters if p.grad is not None]
         if any(g.is_sparse for g in grads):
             raise RuntimeError(f"{type(self).__name__}: sparse gradients are not supported")
-        norms = norms_of(grads)
+        known, self.known_norms = self.known_norms, {}
+        norms = [known.get(p, math.inf) for p in parameters]
+        if not sum(norms) < LARGEST_SQUARE:
+            norms = norms_of(grads)
         if not sum(norms) < LARGEST_SQUARE:
             for p, g, norm in zip(parameters, grads, norms, strict=True):
                 self._check_gradient(p, g, norm)
@@ -315,6 +322,12 @@ class StiefelOptimizer(Optimizer):
 
         A layout is None for a free parameter.  Not traced by `torch.compile`, which runs this as Python.
         """
+        traced = torch._guards.TracingContext.try_get() is not None
+        if traced and torch.get_float32_matmul_precision() != "highest":
+            raise RuntimeError(
+                f"{type(self).__name__}: a compiled step cannot change the precision of its products; compile it under "
+                "torch.set_float32_matmul_precision('highest'), or compile the model and leave the step outside"
+            )
         batches: dict[Any, int] = {}
         for p in group["params"]:
             if p.grad is None:
@@ -448,11 +461,8 @@ class StiefelOptimizer(Optimizer):
             before = X.clone() if lr == 0 else None
             try:
                 self.move(X, G, state, lr, group, norm, scratch)
-            except (
-                FloatingPointError,
-                ValueError,
-                torch.linalg.LinAlgError,
-            ):  # nothing finite, or of full rank, is left
+            # Nothing finite, or of full rank, is left
+            except (FloatingPointError, ValueError, torch.linalg.LinAlgError):
                 if not shared:
                     raise self._overflow(batch.parameters[0]) from None
                 X.fill_(math.nan)  # which all ranks will see
@@ -500,8 +510,10 @@ def norms_of(tensors: list[Tensor]) -> list[float]:
     return torch.stack([n if together else n.double().cpu() for n in norms]).tolist()
 
 
-def all_finite(tensors: list[Tensor]) -> bool:
-    return math.isfinite(sum(norms_of(tensors))) or all(t.isfinite().all() for t in tensors)
+def all_finite(tensors: list[Tensor], norms: list[float] | None = None) -> bool:
+    """Whether every entry is finite; `norms` are those of the tensors, where they are known already."""
+    norms = norms_of(tensors) if norms is None else norms
+    return math.isfinite(sum(norms)) or all(t.isfinite().all() for t in tensors)
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -15,9 +15,8 @@ from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
 State = dict[str, Any]
-Require = Callable[
-    [str, Callable[[Any], bool], str], None
-]  # name of an option, what must hold, the rule in words
+# Name of an option, what must hold, the rule in words
+Require = Callable[[str, Callable[[Any], bool], str], None]
 
 
 class Part(NamedTuple):

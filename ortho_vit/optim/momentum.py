@@ -8,7 +8,7 @@ Blocks are rows, X (B, m, n) with m < n; notation as in `ortho_vit.stiefel`.  η
 κ = 1 − dampening, a the metric's parameter; a tilde marks a deviation from I, which is how small factors are kept; ‖·‖
 is the Frobenius norm of a block.  One step of StiefelSGD:
 
-    limits    λ(G) = min(η, 64/max|G|) ;   τ(A) = min(η, ρ(A Aᵀ)^(−½)) ,  ρ(S) = √‖S²‖        η in every ordinary step
+    limits    λ(G) = min(η, 64/max|G|) ;   τ(A) = min(η, 0.8 ρ(A Aᵀ)^(−½)) ,  ρ(S) = √‖S²‖        η in every ordinary step
     kick      H = μU − κ(λ(G)/η)G ;   K = X Hᵀ ;   Z ← μZ + (K − Kᵀ)/(2(1−a)) ;   V = H − KᵀX
     turn      W = τ(Z)Z ;   R = (I + W Wᵀ)^(−½) ;   Ẽ = W + R̃ + W R̃
     carry     Y = X + ẼᵀX + τ(V)V
@@ -18,8 +18,8 @@ is the Frobenius norm of a block.  One step of StiefelSGD:
 V is U½ of Algorithm 1: gradient and old momentum, projected at this X in one product.  The new U has a part along the
 new X, ηS X with S = V Vᵀ; it is symmetric, so it does not reach K − Kᵀ, and the next kick projects it out.  Without it
 U is the U⁺ of the isometric integrator, whose U Uᵀ is that of V (`ortho_vit.optim.reference` has the step in the paper's
-notation).  ρ bounds the spectral norm, so neither half of a step turns a direction by more than 45°; being up to m^(1/4)
-times too large, it may act from about 25° on at m = 384 when all directions move alike.
+notation).  ρ bounds the spectral norm, so neither half of a step turns a direction by more than 39°; being up to m^(1/4)
+times too large, it may act from about 21° on at m = 384 when all directions move alike.
 
 StiefelAdam brings U to the new X at the beginning of the next step, by projecting and rescaling it, because its second
 moment makes the direction of the step another one than U's.  Square blocks (m = n; the transpose of what is stored) have
@@ -57,9 +57,8 @@ Rate = float | Tensor
 
 METRICS = {"canonical": 0.5, "euclidean": 0.0}
 REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
-FAR = (
-    1.05  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 1
-)
+STEEP = 0.8  # the tangent of the largest angle by which half a step turns a direction
+FAR = 0.655  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 0.8²
 
 
 class Flow(NamedTuple):
@@ -93,13 +92,13 @@ def largest(A: Tensor) -> Tensor:
 
 
 def rate_of(A: Tensor, lr: Rate, host: bool) -> Tensor:
-    """min(η, 1/σ) for each block, (B, 1, 1), with σ² = ρ(A Aᵀ) ≥ ‖A‖₂²: along it, A turns nothing by more than 45°."""
+    """min(η, 0.8/σ) for each block, (B, 1, 1), with σ² = ρ(A Aᵀ) ≥ ‖A‖₂²: A turns nothing by more than 39°."""
     size = frobenius(A)
-    if host and lr * float(size.amax()) <= 1:  # then ησ ≤ 1
+    if host and lr * float(size.amax()) <= STEEP:
         return A.new_full((len(A), 1, 1), float(lr))
     A = A / size.clamp(min=1e-37)  # so that no fourth power overflows
     sigma = spectral_bound(symmetric_matmul(A, A.mT)).sqrt_().mul_(size)
-    reach = sigma.mul_(1 - 1e-5).reciprocal_()  # rounding must not limit an ordinary step
+    reach = sigma.mul_((1 - 1e-5) / STEEP).reciprocal_()  # rounding must not limit an ordinary step
     return torch.minimum(reach, lr.to(reach)) if isinstance(lr, Tensor) else reach.clamp_(max=lr)
 
 
@@ -122,7 +121,7 @@ def deviation(Y: Tensor) -> tuple[Tensor, Tensor]:
 def retract(X: Tensor, Y: Tensor, D: Tensor, D2: Tensor, host: bool) -> tuple[Tensor, Tensor]:
     """Write the polar factor of Y into X; returns D = Y Yᵀ − I and R̃.
 
-    A step from the manifold has ‖D‖₂ ≤ 1.  A Y that is farther off, because somebody wrote X, is first scaled to
+    A step from the manifold has ‖D‖₂ ≤ 0.64.  A Y that is farther off, because somebody wrote X, is first scaled to
     ‖Y‖₂ ≤ 1, and reaches its polar factor over several steps.
     """
     bound = frobenius(D2).sqrt_()
@@ -155,11 +154,10 @@ def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool, scratch:
         Y = torch.baddbmm(X, E.mT, X, out=scratch)
         return Y, *deviation(Y)
 
-    if host and flow.expm == "euler" and lr * float(frobenius(Z).amax()) > 1:
-        Y, D, D2 = turned(
-            Z * lr
-        )  # D = W Wᵀ shows whether a limit acts, which is rare, for less than its own products
-        if float(frobenius(D2).amax()) < 0.95:
+    if host and flow.expm == "euler" and lr * float(frobenius(Z).amax()) > STEEP:
+        # D = W Wᵀ shows whether a limit acts, which is rare, for less than its own products
+        Y, D, D2 = turned(Z * lr)
+        if float(frobenius(D2).amax()) < 0.95 * STEEP**4:
             retract(X, Y, D, D2, host)
             return
     retract(X, *turned(Z * rate_of(Z, lr, host)), host)
@@ -247,7 +245,7 @@ def adam_step(
 def brought_(U: Tensor, X: Tensor) -> Tensor:
     """U projected at X and rescaled to its own norm, in place.
 
-    X turned by at most 45° since U was made, so the factor is at most √2; it is more only where somebody wrote X.
+    X turned by at most 39° since U was made, so the factor is at most 1.3; it is more only where somebody wrote X.
     """
     before = frobenius(U)
     U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)

@@ -5,7 +5,7 @@ X ∈ St(n, m) with n ≥ m and XᵀX = I; G = ∂f/∂X; Z (m × m, skew) and U
 no U: Algorithms 4 and 5 are Algorithms 1 and 2 with g = 0.
 
 `integrator="paper"` is the algorithm as printed, with the bias corrections of `torch.optim.Adam`.  `"isometric"` is ours:
-the sub-step along U conserves UᵀU, as the exact flow does, and neither half of a step turns a direction by more than 45°.
+the sub-step along U conserves UᵀU, as the exact flow does, and neither half of a step turns a direction by more than 39°.
 
     X, optimizer = random_stiefel(9, 3, dtype=torch.float64), StiefelSGD(X, lr=0.1)
     X = optimizer.step(X, gradient(X))
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
+STEEP = 0.8  # the tangent of the largest angle by which half a step turns a direction
 
 
 def eye(n: int) -> Tensor:
@@ -42,13 +43,13 @@ def limited(G: Tensor, lr: float) -> Tensor:
 
 
 def rate(A: Tensor, lr: float) -> float:
-    """τ(A): the learning rate, or less, so that A turns no direction by more than 45°.  √‖(AᵀA)²‖ bounds ‖A‖₂²."""
+    """τ(A): the learning rate, or less, so that A turns no direction by more than 39°.  √‖(AᵀA)²‖ bounds ‖A‖₂²."""
     size = float(A.norm())
-    if lr * size <= 1:
+    if lr * size <= STEEP:
         return lr
     N = A / size
     sigma = size * float(torch.linalg.matrix_norm(N.T @ N @ N.T @ N)) ** 0.25
-    return min(lr, 1 / (sigma * (1 - 1e-5)))
+    return min(lr, STEEP / (sigma * (1 - 1e-5)))
 
 
 def exponential(W: Tensor, expm: str, integrator: str) -> Tensor:

@@ -101,8 +101,7 @@ class RegularizedAdam(StiefelOptimizer):
 
     def move(self, X, G, state, lr, group, norm, scratch) -> None:
         penalize(X, group["penalty"])
-        count = (
-            state["step"].flatten()[0] - 1
-        )  # torch adds one itself; blocks of one batch are stepped together
+        # torch adds one itself; blocks of one batch are stepped together
+        count = state["step"].flatten()[0] - 1
         moments = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "step": count}
         self.free_rule.step([Part(X, G, moments)], without_decay(group, lr), norm is None)

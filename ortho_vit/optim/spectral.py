@@ -128,7 +128,6 @@ class StiefelMuon(StiefelOptimizer):
         length = lr.clamp(max=LONGEST) if isinstance(lr, Tensor) else min(lr, LONGEST)
         Y, host = X - msign(D, group["ns_steps"]) * length, norm is not None
         retract(X, Y, *deviation(Y), host)
-        Y = (
-            X.clone()
-        )  # msign(D) is not quite tangent, so Y Yᵀ may be below I, where the first retraction is coarse
+        # msign(D) is not quite tangent, so Y Yᵀ may be below I, where the first retraction is coarse
+        Y = X.clone()
         retract(X, Y, *deviation(Y), host)

@@ -63,9 +63,8 @@ def test_stiefel_adam_is_algorithm_2(shape, a, expm, integrator, lr):
     end, expected, state, oracle = both(
         "StiefelAdam", shape, oracle_options={"a": a, **common}, metric=a, **common
     )
-    torch.testing.assert_close(
-        end, expected, rtol=0, atol=1e-9
-    )  # division by √q amplifies rounding where q is small
+    # Division by √q amplifies rounding where q is small
+    torch.testing.assert_close(end, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(state["p"][0], oracle.p, rtol=0, atol=1e-9)
     if "U" in state and integrator == "isometric":
         brought = brought_(state["U"].clone(), end.T[None])[0]

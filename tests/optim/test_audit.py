@@ -21,11 +21,11 @@ def test_every_parameter_has_a_row_with_its_rule_rate_and_error():
     assert list(rows) == [name for name, _ in model.named_parameters()]
     assert (rows["0.weight"].constrained, rows["0.weight"].blocks) == (True, "2 of 2×8")
     assert (rows["0.weight"].rule, rows["0.weight"].lr) == ("StiefelSGD", 0.3)
-    assert (rows["1.weight"].rule, rows["1.weight"].lr) == ("StiefelSGD, free", 0.1)
+    assert (rows["1.weight"].rule, rows["1.weight"].lr) == ("StiefelSGD (free)", 0.1)
     assert rows["0.weight"].error < 1e-6
     assert rows["1.weight"].error is None
     assert not table.problems
-    assert "4 parameters, 1 of them constrained: 1 by StiefelSGD, 3 by StiefelSGD, free" in str(table)
+    assert "4 parameters, 1 of them constrained: 1 by StiefelSGD, 3 by StiefelSGD (free)" in str(table)
 
 
 def test_what_is_stepped_by_nobody_by_two_or_by_a_stranger_is_said():

@@ -122,12 +122,8 @@ def test_the_reference_is_followed_with_its_limits(name, lr):
         ours.step()
         expected = gradients(torch.stack(frames), fixed, i)
         frames = [twin.step(x, g) for twin, x, g in zip(theirs, frames, expected, strict=True)]
-    rescaled = (
-        "huge",
-        "in the span",
-        "symmetric in the span",
-        "orthogonal",
-    )  # Adam makes steps of the rounding in these
+    # Adam makes steps of the rounding in these
+    rescaled = ("huge", "in the span", "symmetric in the span", "orthogonal")
     kept = [k for k, kind in enumerate(KINDS) if name == "StiefelSGD" or kind not in rescaled]
     torch.testing.assert_close(X.detach()[kept], torch.stack(frames)[kept], rtol=0, atol=1e-8)
 
@@ -149,7 +145,7 @@ def test_weights_written_off_the_manifold_return_to_their_polar_factor(shape, da
         else:
             X.mul_(100.0 if damage == "large" else 0.3)
     P, _, Qh = torch.linalg.svd(X.detach().double(), full_matrices=False)
-    for _ in range(12):
+    for _ in range(15):
         optimizer.step()
     assert orthogonality_error(X) <= 1e-6
     torch.testing.assert_close(X.detach().double(), P @ Qh, rtol=0, atol=1e-4)

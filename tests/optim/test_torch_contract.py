@@ -136,6 +136,18 @@ def test_resuming_from_a_state_dict_is_exact(name, foreach):
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_is_loaded_more_than_once(name):
+    """As Accelerate, and so Hugging Face's Trainer, does."""
+    model = network()
+    first, second = (getattr(optim, name)(model.parameters(), lr=0.05) for _ in range(2))
+    train(model, first, 2)
+    for _ in range(2):
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+    copy.deepcopy(second).load_state_dict(first.state_dict())
+    train(model, second, 1)
+
+
 @pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam"])
 def test_resuming_low_precision_keeps_the_float32_state(name):
     model = network().bfloat16()
