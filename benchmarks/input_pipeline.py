@@ -30,7 +30,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from ortho_vit.data import CIFAR10
-from ortho_vit.data.augment import Augmentation, AutoAugmentPolicy, PolicyName, make_policy
+from ortho_vit.data.augment import Augmentation
+from ortho_vit.data.policies import AutoAugmentPolicy, PolicyName, make_policy
 from ortho_vit.data.sampling import Key
 
 POLICIES: tuple[PolicyName | None, ...] = (None, "autoaugment", "randaugment", "trivialaugment")

@@ -1,16 +1,23 @@
-"""Files that several processes use at once: a lock that ends with its process, folders that only one of them creates.
+"""Files that are written whole or not at all, downloads, locks that end with their process, folders of one process each.
 
 This module imports nothing of ours.
 """
 
 import contextlib
+import hashlib
+import http.client
 import itertools
+import json
+import math
 import os
 import socket
 import time
+import urllib.error
+import urllib.request
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 try:
     import fcntl
@@ -20,14 +27,103 @@ except ImportError:  # Windows, where nothing is locked
 _locked: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
-def lock(path: Path) -> IO[str]:
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def partial_file(path: Path) -> Path:
+    """Where a file is written until it is complete: beside its target, as a rename must not cross file systems."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def complete(partial: Path, path: Path) -> None:
+    """Give a file that has been written its name, once its content has reached the disk."""
+    descriptor = os.open(partial, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, only_writer: bool = False) -> Iterator[Path]:
+    """A path to write to within this context, which then becomes `path`; after an error it is removed and `path` kept.
+
+    With `only_writer` no other process may write `path` at the same time.  Then the partial file has a fixed name, so
+    that the one of a killed process is overwritten by the next.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_file(path if only_writer else path.with_name(f"{path.name}.{os.getpid()}"))
+    try:
+        yield partial
+        complete(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there completely or not at all."""
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write plain values as one line of JSON, completely or not at all."""
+    write_whole(path, (json.dumps(content, allow_nan=False) + "\n").encode())
+
+
+def finite_or_none(value: Any) -> float | None:
+    """A number as JSON can hold it: None (null) for NaN and infinity, which it has not."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+# ----------------------------------------------------------------------------------------------------------- downloads
+
+
+def read_address(url: str) -> Iterator[bytes]:
+    """The content of a web address in pieces.  Raises ConnectionError where it cannot be read."""
+    if not url.startswith(("https://", "http://", "file://")):
+        raise ValueError(f"{url}: only https, http and file addresses are downloaded")
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            while piece := response.read(2**20):
+                yield piece
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
+        raise ConnectionError(f"{url}: cannot be downloaded ({error})") from error
+
+
+def download(url: str, target: Path, algorithm: str, digest: str) -> None:
+    """Download a file, which appears under its name when it is complete.
+
+    Raises ConnectionError where it cannot be read, ValueError where its hash by `algorithm` is not `digest`.
+    """
+    found = hashlib.new(algorithm, usedforsecurity=False)
+    with replacing(target) as partial:
+        with partial.open("wb") as file:
+            for piece in read_address(url):
+                found.update(piece)
+                file.write(piece)
+        if found.hexdigest() != digest:
+            raise ValueError(
+                f"{url}: its {algorithm} is {found.hexdigest()}, not {digest}: truncated or changed; nothing was kept, try "
+                "again"
+            )
+
+
+# --------------------------------------------------------------------------------------------------- locks and folders
+
+
+def lock(path: Path, *, wait: bool = False) -> IO[str]:
     """Open and lock a file, until it is closed or this process ends, however it ends.
 
-    The file says who has it.  Raises BlockingIOError, with that text, where another process holds the lock.
+    The file says who has it.  Where another process holds the lock, wait for it, or raise BlockingIOError with that text.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("a+", encoding="utf-8"))
-        if not try_lock(file, attempts=3):
+        if not try_lock(file, attempts=3, wait=wait):
             file.seek(0)
             raise BlockingIOError(file.read() or "another process")
         file.truncate(0)
@@ -38,17 +134,17 @@ def lock(path: Path) -> IO[str]:
         return file
 
 
-def try_lock(file: IO[str], *, shared: bool = False, attempts: int = 1) -> bool:
+def try_lock(file: IO[str], *, shared: bool = False, attempts: int = 1, wait: bool = False) -> bool:
     """Whether an open file could be locked; tried more than once where a look at its state may be in the way.
 
-    A file system without locks refuses nothing.
+    A file system without locks refuses nothing.  `wait` returns once it is locked.
     """
     if fcntl is None:
         return True
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     for attempt in range(attempts):
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            fcntl.flock(file, kind)
             return True
         except BlockingIOError:
             if attempt + 1 < attempts:

@@ -1,20 +1,16 @@
 """CIFAR-10 and CIFAR-100 from their official files, in either layout, extracted or still in the archive.
 
-The files may come from anywhere, and nothing in them is trusted.  An archive is read where it lies: nothing
-is extracted, so a hostile one has no path to write to, and a damaged one leaves nothing behind.  The python
-layout is pickle, which can run code: the reader here knows the five names by which numpy writes an array,
-returns for each a stand-in that keeps its arguments, and refuses any other name.  Whatever goes wrong is
-reported in one line that names the file.
+The files may come from anywhere, and nothing in them is trusted.  An archive is read where it is: nothing is extracted,
+so a hostile one cannot write anywhere, and a damaged one leaves nothing behind.  The python layout is pickle, which can run
+code, but it is the layout that most people have, so it gets a reader of its own (`_Unpickler`, forty lines): it knows the
+five names by which numpy writes an array, returns for each a stand-in that keeps its arguments, and refuses any other name.
+Errors are one line that names the file.
 """
 
 import gzip
-import hashlib
-import http.client
 import io
-import os
 import pickle
 import tarfile
-import urllib.request
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
@@ -26,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ortho_vit.data.datamodule import TensorDataModule
+from ortho_vit.files import download
 
 HOST = "https://www.cs.toronto.edu/~kriz"
 PIXELS = 3 * 32 * 32
@@ -72,7 +69,10 @@ class _CIFAR(TensorDataModule):
     def prepare_data(self) -> None:
         if self.download and self._find() is None:
             layout = self.layouts[0]
-            download(f"{HOST}/{layout.archive}", self.root / layout.archive, layout.md5)
+            try:
+                download(f"{HOST}/{layout.archive}", self.root / layout.archive, "md5", layout.md5)
+            except ConnectionError as error:
+                raise ConnectionError(f"{error}; fetch it by hand and put it into {self.root}") from error
 
     def _find(self) -> tuple[Layout, Path] | None:
         """A layout and the folder or archive that has it; folders first, they are quicker to read."""
@@ -137,9 +137,7 @@ def read_archive(archive: Path, folder: str, names: Sequence[str]) -> dict[str, 
 
 
 def _read_members(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
-    """Go through the whole archive: for the wanted members, for unsafe ones, and to its checksum at the
-    end.
-    """
+    """Go through the whole archive: for the wanted members, for unsafe ones, and to the checksum at its end."""
     contents = {}
     with _Limited(archive) as stream:
         with tarfile.open(fileobj=stream, mode="r|") as tar:
@@ -171,35 +169,11 @@ def _require_size(size: int, most: int) -> None:
         raise tarfile.TarError(f"refused: it unpacks to more than {most} bytes")
 
 
-def download(url: str, target: Path, md5: str) -> None:
-    """Fetch a file; it appears under its name only when it is complete and its MD5 is right."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    digest = hashlib.md5(usedforsecurity=False)
-    try:
-        with part.open("wb") as out, urllib.request.urlopen(url, timeout=60) as response:
-            while chunk := response.read(2**20):
-                digest.update(chunk)
-                out.write(chunk)
-        if digest.hexdigest() != md5:
-            raise ValueError(
-                f"{url}: the download's MD5 is {digest.hexdigest()}, not {md5}; nothing was kept, try again"
-            )
-        part.replace(target)
-    except (OSError, http.client.HTTPException) as error:
-        by_hand = f"fetch it by hand and put it into {target.parent}"
-        raise ConnectionError(f"could not download {url} ({error}); {by_hand}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
 # ------------------------------------------------------------------------------------------------- the two formats
 
 
 def read_binary(content: bytes, *, label_bytes: int) -> Records:
-    """Records of `label_bytes` labels, of which the last is used, and 3,072 bytes of pixels, one channel
-    after another.
-    """
+    """Records of `label_bytes` labels, of which the last is used, and 3,072 bytes of pixels, channel by channel."""
     record = label_bytes + PIXELS
     if not content or len(content) % record:
         raise ValueError(f"{len(content)} bytes are not a number of whole records of {record}")
@@ -244,9 +218,8 @@ class _Array:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known: dict[
-            tuple[str, str], Callable[..., Any] | None
-        ] = {  # bound methods: a pickle cannot change them
+        # bound methods, which a pickle cannot change
+        known: dict[tuple[str, str], Callable[..., Any] | None] = {
             ("multiarray", "_reconstruct"): self._array,
             ("numeric", "_frombuffer"): self._array,
             ("numpy", "dtype"): self._array,

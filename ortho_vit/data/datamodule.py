@@ -20,11 +20,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ortho_vit.data.augment import Augmentation, AutoAugmentPolicy, PolicyName, make_policy
+from ortho_vit.data.augment import Augmentation
+from ortho_vit.data.policies import AutoAugmentPolicy, PolicyName, make_policy
 from ortho_vit.data.rng import hold_out
 from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader
 
-NAMED_CLASSES = 10  # at most so many are named in a description
+NAMED_CLASSES = 10  # at most this many are named in a description
 
 
 class ImageDataModule(L.LightningDataModule):
@@ -36,7 +37,7 @@ class ImageDataModule(L.LightningDataModule):
             batches are the same with any number.
         val_size: how much of the training set to hold out for validation: a count, or a share below 1.  0
             trains on everything and validates on nothing.
-        limit: use at most so many images of each set, for a quick look.
+        limit: use at most this many images of each set, for a quick look.
         seed: decides the splits, the order of the training set and its augmentation.
         augment: apply a policy of random operations to training images: "autoaugment", "randaugment" or
             "trivialaugment".
@@ -121,7 +122,7 @@ class ImageDataModule(L.LightningDataModule):
         )
         self._require(
             held_out > 0 or self.val_size == 0,
-            f"val_size={self.val_size} of {size} images is none; give a count, or 0 to train without validation",
+            f"val_size={self.val_size} of {size} images rounds to 0; give a count, or 0 to train without validation",
         )
         validation, training = hold_out(labels, held_out, self.seed)
         return training, validation
@@ -176,24 +177,15 @@ class ImageDataModule(L.LightningDataModule):
             self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def describe(self) -> str:
-        """One line: the data that `setup` has found, its classes and sets, where it is, and what was
-        skipped.
-        """
-        parts = []
-        for name, dataset in (
-            ("training", self.train_set),
-            ("validation", self.val_set),
-            ("test", self.test_set),
-        ):
-            if dataset is None:
-                continue
-            same = name == "test" and dataset is self.val_set
-            parts.append("test on the validation images" if same else f"{len(dataset):,} {name}")
+        """One line: the data that `setup` has found, its classes and sets, where it is, and what was skipped."""
+        sets = {"training": self.train_set, "validation": self.val_set, "test": self.test_set}
+        parts = [f"{len(dataset):,} {name}" for name, dataset in sets.items() if dataset is not None]
+        if self.test_set is not None and self.test_set is self.val_set:
+            parts[-1] = "test on the validation images"
         counted = self.train_set if self.train_set is not None else self.test_set
         counts = np.bincount(counted.labels, minlength=self.num_classes) if counted is not None else ()
-        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)][
-            :NAMED_CLASSES
-        ]
+        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)]
+        named = named[:NAMED_CLASSES]
         if named and self.num_classes > NAMED_CLASSES:
             named.append("…")
         classes = f"{self.num_classes} classes" + (f" ({', '.join(named)})" if named else "")
@@ -242,7 +234,7 @@ class ImageDataModule(L.LightningDataModule):
 
     def _batches_done(self) -> int:
         """How many batches of this epoch the trainer has finished: not 0 where it resumes in mid-epoch."""
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer else 0
+        return self.trainer.fit_loop.batch_idx + 1 if self.trainer else 0
 
 
 def printable(text: str) -> str:
@@ -341,6 +333,8 @@ class TensorDataModule(ImageDataModule):
         if self.device_resident and self._device().type != "cpu":
             self._move_sets(self._device())
             return self._loader(dataset, train=train)
+        if train and self.num_workers:
+            dataset.augmentation.prepare(*dataset.images.shape[-2:])
         return self._loader(dataset, train=train, num_workers=self.num_workers if train else 0)
 
     def _move_sets(self, device: torch.device) -> None:

@@ -1,6 +1,4 @@
-"""One image from a file that may be anything: decoded to RGB and cut to a square, or a ValueError that names
-it.
-"""
+"""One image from a file that may be anything: decoded to RGB and cut to a square, or a ValueError that names the file."""
 
 import math
 import warnings
@@ -27,9 +25,7 @@ def decode(path: Path) -> Image.Image:
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError where the start of a file shows already that it cannot be decoded; much quicker than
-    `decode`.
-    """
+    """Raise ValueError if the start of a file shows that it cannot be decoded; much quicker than `decode`."""
     with _opened(path) as image:
         _require_integers(image)
 
@@ -39,9 +35,8 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")  # about metadata; what matters comes as an error
-            warnings.simplefilter(
-                "error", Image.DecompressionBombWarning
-            )  # 89 million pixels: Pillow's own limit
+            # 89 million pixels, Pillow's limit
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file) as image:
                 yield image
         return
@@ -73,9 +68,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) -> Image.Image:
-    """What evaluation looks at, as timm's transform does it: the shorter side becomes `size / crop_pct`
-    pixels, then the
-    central `size` × `size` is cut out.
+    """The part that evaluation uses, as in timm's transform.
+
+    The shorter side is resized to `size / crop_pct` pixels, and the central `size` × `size` pixels are cut out.
     """
     width, height = image.size
     shorter = math.floor(size / crop_pct)
@@ -89,9 +84,7 @@ def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) ->
 
 
 def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
-    """A random part of 8 % to 100 % of the area and of aspect 3:4 to 4:3, cut where it does not fit; `noise`
-    is `(4,)`.
-    """
+    """A random part of 8 % to 100 % of the area, of aspect 3:4 to 4:3, cut where it does not fit; `noise` is `(4,)`."""
     area = width * height * (MIN_AREA + (1 - MIN_AREA) * noise[0])
     aspect = MAX_ASPECT ** (2 * noise[1] - 1)
     w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))

@@ -1,13 +1,10 @@
-"""Handwritten digits, 8×8: scikit-learn's copy of the UCI set, part of its package, so that nothing is ever
-downloaded.
-"""
+"""Handwritten digits, 8×8: the UCI set as scikit-learn ships it, so nothing is downloaded."""
 
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from ortho_vit.data.datamodule import TensorDataModule
@@ -39,6 +36,8 @@ class Digits(TensorDataModule):
         self.image_size, self.padding = image_size, image_size // 8
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
+        from sklearn.datasets import load_digits  # here, as no other data set needs it
+
         values, labels = load_digits(return_X_y=True)  # 1797 × 64, from 0 to 16
         images = np.rint(values * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         test, rest = hold_out(labels, round(TEST_SHARE * len(labels)), TEST_SEED)

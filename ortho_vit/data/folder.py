@@ -8,8 +8,6 @@ known before training; a file that still cannot be decoded stops training and ev
 
 import os
 import re
-import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
-from ortho_vit.data.augment import Augmentation, AutoAugmentPolicy
+from ortho_vit.data.augment import Augmentation
 from ortho_vit.data.datamodule import ImageDataModule, augmented, printable
 from ortho_vit.data.decode import (
     CROP_PCT,
@@ -33,26 +33,16 @@ from ortho_vit.data.decode import (
     random_box,
     resized,
 )
+from ortho_vit.data.policies import AutoAugmentPolicy
 from ortho_vit.data.rng import uniform
 from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
-LIKE_A_SPLIT = {name for names in SPLITS.values() for name in names} | {
-    "dev",
-    "eval",
-    "evaluation",
-    "holdout",
-}
+LIKE_A_SPLIT = {*SPLITS["train"], *SPLITS["val"], *SPLITS["test"], "dev", "eval", "evaluation", "holdout"}
 JUNK = {
-    "__macosx",
-    "@eadir",
-    "lost+found",
-    "$recycle.bin",
-    "system volume information",
-    "thumbs.db",
-    "desktop.ini",
-}
-SHOWN = 5  # at most so many files or folders are named in a message
+    "__macosx", "@eadir", "lost+found", "$recycle.bin", "system volume information", "thumbs.db", "desktop.ini",
+}  # fmt: skip
+SHOWN = 5  # at most this many files or folders are named in a message
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
@@ -67,32 +57,25 @@ class Found:
 
 
 def find_files(folder: Path) -> Found:
-    """All files below a folder.  Hidden entries do not count; links to folders are not followed, as they may
-    go in circles.
-    """
+    """All files below a folder, without hidden ones.  Links to folders are not followed: they may form cycles."""
     found = Found()
     for parent, folders, names in os.walk(folder):
-        for name in list(folders):
-            if name.startswith(".") or is_junk(name) or Path(parent, name).is_symlink():
-                folders.remove(name)
-                if Path(parent, name).is_symlink():
-                    found.skipped.append(f"{Path(parent, name)}: a link to a folder")
-                elif is_junk(name):
-                    found.skipped.append(f"{Path(parent, name)}: made by the operating system")
-        for name in names:
-            path = Path(parent, name)
-            if name.startswith("."):
-                continue
-            if is_junk(name):
-                found.skipped.append(f"{path}: made by the operating system")
-            elif path.is_file():
-                found.paths.append(path)
-            else:
-                found.skipped.append(
-                    f"{path}: {'a dangling link' if path.is_symlink() else 'not a regular file'}"
-                )
+        entries = [Path(parent, name) for name in folders + names if not name.startswith(".")]
+        reasons = {path: reason for path in entries if (reason := _why_skipped(path))}
+        found.skipped += [f"{path}: {reason}" for path, reason in reasons.items()]
+        found.paths += [path for path in entries if path not in reasons and path.is_file()]
+        # Where to go next
+        folders[:] = [path.name for path in entries if path not in reasons and path.is_dir()]
     found.paths.sort()
     return found
+
+
+def _why_skipped(path: Path) -> str | None:
+    if path.is_symlink() and not path.is_file():
+        return "a link to a folder" if path.is_dir() else "a dangling link"
+    if is_junk(path.name):
+        return "made by the operating system"
+    return None if path.is_file() or path.is_dir() else "not a regular file"
 
 
 def is_junk(name: str) -> bool:
@@ -109,9 +92,7 @@ def folders_in(folder: Path) -> list[str]:
 
 
 def looks_like_a_split(name: str) -> bool:
-    """Whether a folder's name is usual for a part of a data set: `Test`, `test_set`, `val2`,
-    `validation-images`.
-    """
+    """Whether a folder's name is usual for a part of a data set: `Test`, `test_set`, `val2`, `validation-images`."""
     words = re.split(r"[^a-z]+", name.lower())
     rest = {"", "set", "data", "images", "split", "dataset", "folder", "imgs", "img"}
     return words[0] in LIKE_A_SPLIT and set(words[1:]) <= rest
@@ -123,37 +104,18 @@ def _some(items: Sequence[str]) -> str:
     return "; ".join(items[:SHOWN]) + more
 
 
-class Progress:
-    """Says on a terminal how far a loop has come, if it takes more than two seconds."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.next = what, total, time.monotonic() + 2
-        self.shown = False
-
-    def __call__(self, done: int) -> None:
-        if sys.stderr.isatty() and time.monotonic() > self.next:
-            print(f"\r{self.what}: {done:,} of {self.total:,}", end="", file=sys.stderr, flush=True)
-            self.next, self.shown = time.monotonic() + 0.5, True
-
-    def end(self) -> None:
-        if self.shown:
-            print(f"\r{self.what}: {self.total:,} of {self.total:,}", file=sys.stderr, flush=True)
-
-
 def unreadable(paths: Sequence[Path]) -> dict[Path, str]:
-    """The files that are not images, by their names and headers, and what is wrong with each."""
+    """The files that are not images, by their names and headers, and what is wrong with each; on a terminal with a bar."""
     bad: dict[Path, str] = {}
-    progress = Progress("checking images", len(paths))
-    for number, path in enumerate(paths):
-        if path.suffix.lower() not in SUFFIXES:
-            bad[path] = f"{path} is not an image"
-            continue
+    console = Console(stderr=True)
+    bar = track(paths, "checking images", console=console, transient=True) if console.is_terminal else paths
+    for path in bar:
         try:
+            if path.suffix.lower() not in SUFFIXES:
+                raise ValueError(f"{path} is not an image")
             check_header(path)
         except ValueError as error:
             bad[path] = str(error)
-        progress(number)
-    progress.end()
     return bad
 
 
@@ -181,12 +143,8 @@ class FileSet(BatchSet):
         grey: bool = False,
         seed: int = 0,
     ) -> None:
-        self.paths, self.targets, self.augmentation, self.image_size = (
-            paths,
-            targets,
-            augmentation,
-            image_size,
-        )
+        self.paths, self.targets, self.augmentation = paths, targets, augmentation
+        self.image_size = image_size
         self.crop, self.crop_pct, self.grey, self.seed = crop, crop_pct, grey, seed
 
     def __len__(self) -> int:
@@ -206,17 +164,13 @@ class FileSet(BatchSet):
                 good.append(position)
             except ValueError as error:
                 failures.append(str(error))
-        samples = key.samples[good]
-        targets = self.targets
-        chosen = (
-            [targets[i] for i in samples] if isinstance(targets, list) else torch.from_numpy(targets[samples])
-        )
-        size = self.image_size
-        pixels = (
-            torch.stack(images)
-            if images
-            else torch.empty(0, 1 if self.grey else 3, size, size, dtype=torch.uint8)
-        )
+        samples, targets = key.samples[good], self.targets
+        if isinstance(targets, list):
+            chosen: Any = [targets[i] for i in samples]
+        else:
+            chosen = torch.from_numpy(targets[samples])
+        shape = (0, 1 if self.grey else 3, self.image_size, self.image_size)
+        pixels = torch.stack(images) if images else torch.empty(shape, dtype=torch.uint8)
         return Batch(pixels, chosen, Key(key.epoch, samples), failures)
 
     def _pixels(self, path: Path, noise: NDArray[np.float64]) -> Tensor:
@@ -255,6 +209,8 @@ class ImageFolder(ImageDataModule):
             `skipped`.
         skip_unreadable: train and evaluate without the files that are not images or are damaged, instead of
             stopping with a list of them.
+        class_names: what classes are called, by the names of their folders, where it is not the same:
+            `{red_apple: apple}`.  Weights trained on `apple` then take the images of `red_apple` for it.
         mean, std: of the pixels in [0, 1], by which images are normalised; by default ImageNet's.
         crop: random parts in training, of 8 % to 100 % of the area.
         flip: mirror half of the training images.
@@ -273,6 +229,7 @@ class ImageFolder(ImageDataModule):
         crop_pct: float = CROP_PCT,
         predict_root: str | None = None,
         skip_unreadable: bool = False,
+        class_names: dict[str, str] | None = None,
         mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
         std: tuple[float, float, float] = (0.229, 0.224, 0.225),
         batch_size: int = 64,
@@ -288,7 +245,7 @@ class ImageFolder(ImageDataModule):
         self.root, self.image_size, self.crop_pct = Path(root), image_size, crop_pct
         self.mean, self.std, self.crop, self.flip = tuple(mean), tuple(std), crop, flip
         self.predict_root = Path(predict_root) if predict_root is not None else None
-        self.skip_unreadable = skip_unreadable
+        self.skip_unreadable, self.class_names = skip_unreadable, dict(class_names or {})
         self.skipped: list[str] = []
         self._not_files: list[str] = []  # of prediction: dangling links and the like
 
@@ -313,7 +270,12 @@ class ImageFolder(ImageDataModule):
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of the class folders, sorted: label i is the i-th."""
+        """The names of the classes, sorted: label i is the i-th."""
+        return tuple(self._class_folders)
+
+    @cached_property
+    def _class_folders(self) -> dict[str, str]:
+        """The folder of each class, by the name of the class, sorted by it."""
         folder = self.parts.get("train", self.root)
         if not folder.is_dir():
             kind = "is not a folder" if folder.exists() else "does not exist"
@@ -326,7 +288,20 @@ class ImageFolder(ImageDataModule):
                 f"{self.root}/train/<class>/ or {self.root}/<class>/"
             )
         self._require(len(names) > 1, f"{folder} has one class only, {names[0]!r}; put a second beside it")
-        return tuple(names)
+        unknown = sorted(set(self.class_names) - set(names))
+        self._require(
+            not unknown,
+            f"class_names has {unknown[:1]}, which is not a class folder of {folder}: {_some(names)}",
+        )
+        folders: dict[str, str] = {}
+        for name in names:
+            label = self.class_names.get(name, name)
+            self._require(
+                label not in folders,
+                f"class_names gives {folders.get(label)!r} and {name!r} the same name, {label!r}; put their images together",
+            )
+            folders[label] = name
+        return dict(sorted(folders.items()))
 
     def _check_parts(self) -> None:
         """Refuse folders that are probably parts of the data set, but would be taken for classes or ignored."""
@@ -366,8 +341,8 @@ class ImageFolder(ImageDataModule):
 
     def _scan(self, folder: Path) -> tuple[list[Path], NDArray[np.int64]]:
         """All images below a folder of classes, sorted, and their labels."""
-        classes = self.classes  # first of all: it knows what to say where there are none
-        unknown = sorted(set(folders_in(folder)) - set(classes))
+        classes = self.classes  # first, as it raises an error that helps if there are none
+        unknown = sorted(set(folders_in(folder)) - set(self._class_folders.values()))
         self._require(
             not unknown, f"{folder} has the class {unknown[:1]}, which the training images do not have"
         )
@@ -377,7 +352,7 @@ class ImageFolder(ImageDataModule):
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            found = find_files(folder / name)
+            found = find_files(folder / self._class_folders[name])
             self.skipped += found.skipped
             paths += found.paths
             labels += [label] * len(found.paths)
@@ -386,9 +361,7 @@ class ImageFolder(ImageDataModule):
         return self._readable(paths, labels)
 
     def _readable(self, paths: list[Path], labels: list[int]) -> tuple[list[Path], NDArray[np.int64]]:
-        """Those that are images, by their headers; an error that lists the others, or with `skip_unreadable`
-        a warning.
-        """
+        """The files that are images, by their headers.  The others raise an error, or a warning with `skip_unreadable`."""
         bad = unreadable(paths)
         reasons = list(bad.values())
         if bad and not self.skip_unreadable:
@@ -402,9 +375,7 @@ class ImageFolder(ImageDataModule):
 
     def _refusal(self, reasons: Sequence[str]) -> str:
         them = "it" if len(reasons) == 1 else "them"
-        remedy = (
-            f"mend {them} or take {them} out of the folder, or set data.skip_unreadable to leave {them} out"
-        )
+        remedy = f"repair or remove {them}, or set data.skip_unreadable to leave {them} out"
         return printable(f"ImageFolder: {_some(reasons)}; {remedy}")
 
     # ---- sets
@@ -489,12 +460,12 @@ class ImageFolder(ImageDataModule):
             self._warn(batch.failures)
             return batch.images, batch.targets
 
+        if train and self.num_workers:
+            dataset.augmentation.prepare(self.image_size, self.image_size)
         return self._loader(dataset, train=train, num_workers=self.num_workers, receive=receive)
 
     def predict_dataloader(self) -> Loader:
-        """Batches of `(images, names)`; images that cannot be read are missing from them and listed in
-        `skipped`.
-        """
+        """Batches of `(images, names)`, without the images that cannot be read, which are listed in `skipped`."""
         dataset = self._ready(self.predict_set, "predict")
         self.skipped = list(self._not_files)
 

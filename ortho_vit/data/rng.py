@@ -37,9 +37,7 @@ def uniform(
 
 
 def generator(seed: int, stream: Stream, epoch: int, sample: int) -> np.random.Generator:
-    """A generator for distributions other than the uniform one, that starts from the number at this
-    address.
-    """
+    """A generator for distributions other than the uniform one, seeded by the number at this address."""
     number = uniform(seed, stream, epoch, np.array([sample]))[0, 0]
     return np.random.default_rng(int(number * 2**53))
 
@@ -50,8 +48,7 @@ def permutation(seed: int, stream: Stream, epoch: int, size: int) -> NDArray[np.
 
 
 def hold_out(labels: NDArray[np.int64], size: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split into (held out, rest), both sorted: exactly `size` samples are held out, every class in its
-    proportion.
+    """Split into (held out, rest), both sorted: exactly `size` samples are held out, every class in its proportion.
 
     Each sample gets its place in a random order of its own class, as a share of the class; the lowest shares
     are held out.

@@ -69,8 +69,7 @@ class EpochSampler(Sampler[Key]):
 
     Shuffled (training), all ranks have the same number of samples: the remainder of an equal division, fewer
     than `world_size` samples and different ones in each epoch, is not used.  In order (evaluation), every
-    sample is used exactly once, and the shares are cut so that all ranks still have the same number of
-    batches.
+    sample is used exactly once, and the shares are cut so that all ranks still have the same number of batches.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Loader:
 
     Args:
         device: where the batches are made.
-        position: tells, when the first batch of an epoch is asked for, how many batches to leave out.
+        position: returns, when the first batch of an epoch is asked for, how many batches to skip.
         receive: makes of each batch, in the main process, what is handed out; None drops the batch.
     """
 
@@ -178,9 +177,7 @@ class Loader:
         return self._dataset.names(self.sampler.batches(epoch)[batch])
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the position is the trainer's.  Lightning takes a loader for resumable if it has this
-        method.
-        """
+        """Empty: the position is the trainer's.  Lightning regards a loader with this method as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every augmentation against its oracle: torchvision's transforms image by image, and timm's mixing and erasing."""
+"""Crop, flip, normalisation, erasing and mixing against torchvision and timm; whole batches on any device."""
 
 import numpy as np
 import pytest
@@ -7,18 +7,11 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import transforms
-from torchvision.transforms import v2
 
 from ortho_vit.data.augment import (
-    ALL,
     Augmentation,
-    AutoAugment,
-    AutoAugmentPolicy,
     Mix,
-    RandAugment,
-    TrivialAugment,
     erasing_boxes,
     inside,
     normalize,
@@ -26,25 +19,17 @@ from ortho_vit.data.augment import (
     random_flip,
     to_pixels,
 )
+from ortho_vit.data.policies import AutoAugment, RandAugment, TrivialAugment
 from ortho_vit.data.sampling import Key
+from tests.helpers.dispatch import OTHER, other_device
+from tests.helpers.images import noise, photographs
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-def photographs(count, height=32, width=32, channels=3):
-    """Smooth random images, which have the histograms and edges that noise has not."""
-    coarse = torch.rand(count, channels, 5, 5, generator=torch.Generator().manual_seed(0))
-    fine = F.interpolate(coarse, (height, width), mode="bicubic")
-    return (fine * 300 - 20).clamp(0, 255).to(torch.uint8)
 
 
 @pytest.fixture
 def images():
     return photographs(64)
-
-
-def noise(*shape):
-    return np.random.default_rng(0).random(shape)
 
 
 def test_a_crop_is_the_window_of_the_padded_image_that_its_numbers_name(images):
@@ -75,90 +60,6 @@ def test_normalisation_is_torchvisions_to_the_bit_and_can_be_undone(images):
     expected = torch.stack([theirs(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in images])
     assert torch.equal(normalize(images, MEAN, STD), expected)
     assert torch.equal(to_pixels(expected, MEAN, STD), images)
-
-
-# ------------------------------------------------------------------------------------------------- policies
-
-
-class Scripted:
-    """Stands for `torch.rand` and `torch.randint` while torchvision draws the numbers of one image."""
-
-    def __init__(self, monkeypatch):
-        self.queue = []
-        monkeypatch.setattr(torch, "rand", lambda *_: torch.tensor(self.queue.pop(0)))
-        monkeypatch.setattr(torch, "randint", lambda high, *_: torch.tensor(int(self.queue.pop(0) * high)))
-
-
-def autoaugment_numbers(policy, row):
-    """What torchvision draws, in its order, to make the decisions of our numbers."""
-    pair, probabilities, signs = policy.pairs[int(row[0] * 25)], row[1:3], row[3:5]
-    queue = [row[0]]
-    for (operation, probability, _), p, sign in zip(pair, probabilities, signs, strict=True):
-        queue.append(p)
-        signed = operation not in ("Posterize", "Solarize", "AutoContrast", "Equalize", "Invert")
-        if p <= probability and signed:
-            queue.append(sign)  # below a half is negative in both
-    return queue
-
-
-UNSIGNED = ("Identity", "Posterize", "Solarize", "AutoContrast", "Equalize")
-
-
-def randaugment_numbers(policy, row):
-    queue = []
-    for which, sign in zip(row[:2], row[2:], strict=True):
-        queue += [which] + ([] if ALL[int(which * len(ALL))] in UNSIGNED else [sign])
-    return queue
-
-
-def trivialaugment_numbers(policy, row):
-    which, level, sign = row
-    operation = ALL[int(which * len(ALL))]
-    level = [] if operation in ("Identity", "AutoContrast", "Equalize") else [level]
-    return [which, *level, *([] if operation in UNSIGNED else [sign])]
-
-
-POLICIES = {
-    "AutoAugment, CIFAR-10": (AutoAugment(), v2.AutoAugment(AutoAugmentPolicy.CIFAR10), autoaugment_numbers),
-    "AutoAugment, ImageNet": (
-        AutoAugment(AutoAugmentPolicy.IMAGENET),
-        v2.AutoAugment(AutoAugmentPolicy.IMAGENET),
-        autoaugment_numbers,
-    ),
-    "RandAugment": (RandAugment(), v2.RandAugment(), randaugment_numbers),
-    "TrivialAugment": (TrivialAugment(), v2.TrivialAugmentWide(), trivialaugment_numbers),
-}
-
-
-@pytest.mark.parametrize(("height", "width", "channels"), [(32, 32, 3), (23, 40, 3), (16, 16, 1)])
-@pytest.mark.parametrize("name", POLICIES)
-def test_each_image_of_a_batch_is_what_torchvision_makes_of_it_alone(
-    name, height, width, channels, monkeypatch
-):
-    ours, theirs, numbers_of = POLICIES[name]
-    images, numbers = photographs(400, height, width, channels), noise(400, ours.columns)
-    augmented = ours(images, numbers)
-    script, expected = Scripted(monkeypatch), []
-    for image, row in zip(images, numbers, strict=True):
-        script.queue = numbers_of(ours, row)
-        expected.append(theirs(image))
-        assert not script.queue
-    assert torch.equal(augmented, torch.stack(expected))
-    assert (augmented != images).flatten(1).any(1).float().mean() > 0.4
-
-
-def test_autoaugment_is_close_to_torchvisions_on_pil_images(images):
-    """The operations on PIL images were used before; they round differently, and rotate about another centre."""
-    ours, theirs = AutoAugment(), transforms.AutoAugment(AutoAugmentPolicy.CIFAR10)
-    numbers = noise(64, 5)
-    differences = []
-    for image, augmented, (which, *rest) in zip(images, ours(images, numbers), numbers, strict=True):
-        drawn = int(which * 25), torch.tensor(rest[:2]), (torch.tensor(rest[2:]) >= 0.5).long()
-        theirs.get_params = lambda _, drawn=drawn: drawn
-        picture = torch.from_numpy(np.array(theirs(Image.fromarray(image.permute(1, 2, 0).numpy()))))
-        differences.append((picture.permute(2, 0, 1).int() - augmented.int()).abs().float().mean().item())
-    assert np.median(differences) < 0.1  # of 255
-    assert np.mean(differences) < 3
 
 
 # --------------------------------------------------------------------------------------------- erasing, mixing
@@ -208,12 +109,17 @@ def test_mixing_is_timms_given_the_same_numbers(images, mixup, cutmix, monkeypat
 
 # --------------------------------------------------------------------------------------------------- all of it
 
+POLICIES = {
+    "AutoAugment": AutoAugment(),
+    "RandAugment": RandAugment(),
+    "TrivialAugment": TrivialAugment(),
+}
 EVERYTHING = {"padding": 4, "flip": True, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0, "num_classes": 10}
 
 
 @pytest.mark.parametrize("name", [None, *POLICIES])
 def test_a_sample_is_augmented_alike_in_any_batch(images, name):
-    policy = POLICIES[name][0] if name else None
+    policy = POLICIES[name] if name else None
     augment = Augmentation(MEAN, STD, padding=4, flip=True, policy=policy, erasing=0.5, seed=1)
     whole, _ = augment(images, None, Key(5, np.arange(64)))
     rows = [40, 3]
@@ -230,27 +136,38 @@ def test_augmentation_leaves_the_global_random_state_and_its_input_alone(images)
     assert torch.equal(images, copy)
 
 
-class NoHostRead(TorchDispatchMode):
-    """Refuses the operations that make the host wait for the device."""
-
-    forbidden = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select", "unique")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in self.forbidden, f"{func} reads from the device"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_read_back_from_the_device(images, name):
-    augment = Augmentation(MEAN, STD, policy=POLICIES[name][0], **EVERYTHING)
-    augment.policy.choices(32, 32)  # magnitudes are computed on the host, once
-    labels = torch.zeros(64, dtype=torch.int64)
-    with NoHostRead():
-        for epoch in range(3):
-            augment(images, labels, Key(epoch, np.arange(64)))
-    with pytest.raises(AssertionError, match="reads from the device"), NoHostRead():
-        images.max().item()
+def test_on_another_device_batches_are_the_same_and_nothing_is_read_back(images, name):
+    augment = Augmentation(MEAN, STD, policy=POLICIES[name], **EVERYTHING)
+    labels = torch.arange(64) % 10
+    for epoch in range(3):
+        key = Key(epoch, np.arange(64))
+        expected = augment(images, labels, key)
+        with other_device():
+            found = augment(images.to(OTHER), labels.to(OTHER), key)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.device == OTHER
+            assert torch.equal(ours.values, theirs)
+
+
+READS = {
+    "item": lambda x: x.max().item(),
+    "a condition": lambda x: bool((x > 0).all()),
+    "a copy": lambda x: x.cpu(),
+    "a mask": lambda x: x[x > 0],
+    "positions": lambda x: x.nonzero(),
+    "values": lambda x: x.unique(),
+    "both devices": lambda x: x + torch.zeros(64, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_the_other_device_refuses_to_be_read(images, read):
+    with other_device():
+        there = images.to(OTHER)
+        assert (there + 1).device == OTHER
+        with pytest.raises(AssertionError, match=r"reads the device|copies to|both devices"):
+            READS[read](there)
 
 
 def test_labels_become_probabilities_only_where_batches_are_mixed(images):

@@ -1,8 +1,5 @@
 import hashlib
-import io
-import os
 import pickle
-import tarfile
 
 import numpy as np
 import pytest
@@ -10,53 +7,10 @@ import torch
 
 from ortho_vit.data import CIFAR10, CIFAR100, cifar
 from ortho_vit.data.cifar import read_pickle
+from tests.helpers.cifar_files import PER_FILE, Payload, contents, pack, place
 
-PER_FILE = 8
 DATASETS = [CIFAR10, CIFAR100]
 FORMS = ["binary folder", "python folder", "binary archive", "python archive", "binary root", "python root"]
-
-
-def contents(dataset, layout):
-    """Every file of a small official layout: the same pictures in each."""
-    rng = np.random.default_rng(0)
-    files = {}
-    for name in layout.train + layout.test:
-        pixels = rng.integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
-        labels = rng.integers(0, len(dataset.classes), PER_FILE)
-        coarse = rng.integers(0, 20, PER_FILE)
-        if name.endswith(".bin"):
-            columns = [labels] if dataset is CIFAR10 else [coarse, labels]
-            files[name] = np.column_stack([*columns, pixels]).astype(np.uint8).tobytes()
-        else:
-            fine = "labels" if dataset is CIFAR10 else "fine_labels"
-            batch = {"data": pixels, fine: labels.tolist(), "coarse_labels": coarse.tolist()}
-            files[name] = pickle.dumps({key.encode(): value for key, value in batch.items()}, protocol=2)
-    return files
-
-
-def pack(path, files):
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-
-
-def place(root, dataset, form):
-    """Put a small data set below root in one of the forms it may have, and return the path that has it."""
-    kind, where = form.split()
-    layout = dataset.layouts[["binary", "python"].index(kind)]
-    files = contents(dataset, layout)
-    root.mkdir(exist_ok=True)
-    if where == "archive":
-        path = root / layout.archive
-        pack(path, {f"{layout.folder}/{name}": content for name, content in files.items()})
-        return path
-    path = root / layout.folder if where == "folder" else root
-    path.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (path / name).write_bytes(content)
-    return path
 
 
 def opened(dataset, root, **kwargs):
@@ -78,7 +32,7 @@ def listing(root):
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_every_layout_reads_the_same_pictures(tmp_path, dataset):
+def test_every_layout_reads_the_same_images(tmp_path, dataset):
     expected = None
     for form in FORMS:
         root = tmp_path / form
@@ -127,14 +81,6 @@ def test_a_pickle_of_python_2_and_old_numpy_is_read():
     assert labels.tolist() == [7]
 
 
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("form", ["python folder", "python archive"])
 def test_a_malicious_pickle_runs_nothing(tmp_path, form):
     layout = CIFAR10.layouts[1]
@@ -171,7 +117,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, form):
     ],
     ids=range(11),
 )
-def test_a_pickle_that_is_no_batch_is_refused(thing):
+def test_a_pickle_that_is_not_a_batch_is_refused(thing):
     with pytest.raises(ValueError, match=r"^it "):
         read_pickle(thing, "labels")
 
@@ -245,7 +191,7 @@ def test_a_download_is_kept_and_not_repeated(tmp_path, monkeypatch):
 
 def test_a_download_with_a_wrong_md5_is_not_kept(tmp_path, monkeypatch):
     served(tmp_path, monkeypatch, md5="0" * 32)
-    assert "MD5" in refusal(CIFAR10, tmp_path / "data", download=True)
+    assert "its md5 is " in refusal(CIFAR10, tmp_path / "data", download=True)
     assert list((tmp_path / "data").iterdir()) == []
 
 

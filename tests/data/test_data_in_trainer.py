@@ -133,13 +133,13 @@ def test_without_a_validation_set_training_goes_on_and_validation_says_why_not()
         runner.validate(net, data, verbose=False)
 
 
-def test_a_prediction_names_every_picture():
+def test_a_prediction_names_every_image():
     data = Digits(batch_size=100)
     rows = [row for batch in trainer().predict(Net(), data) for row in batch]
     assert [name for name, _ in rows] == [f"test/{i:05d}" for i in range(359)]
 
 
-def test_a_prediction_goes_past_bad_pictures(tmp_path):
+def test_a_prediction_skips_bad_images(tmp_path):
     for name in "abcdefg":
         Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
     for name in "abf":
@@ -218,7 +218,7 @@ class Report(L.Callback):
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_training_set_and_validate_each_picture_once(tmp_path):
+def test_two_processes_share_the_training_set_and_validate_each_image_once(tmp_path):
     two_ranks(tmp_path)
     shares = [torch.cat([torch.load(tmp_path / f"{rank}-{i}.pt") for i in range(2)]) for rank in range(2)]
     assert torch.cat(shares).sort().values.tolist() == list(range(350))

@@ -110,7 +110,7 @@ def test_a_loader_before_setup_says_what_to_call():
         Digits().train_dataloader()
 
 
-def test_enlarged_digits_are_the_same_pictures():
+def test_enlarged_digits_are_the_same_images():
     small, large = Digits().read(train=False)[0], Digits(image_size=32).read(train=False)[0]
     assert large.shape == (359, 1, 32, 32)
     means = large.float().unflatten(-1, (8, 4)).mean(-1).unflatten(-2, (8, 4)).mean(-2)

@@ -1,7 +1,5 @@
 import os
-import struct
 import warnings
-import zlib
 
 import numpy as np
 import pytest
@@ -11,31 +9,9 @@ from timm.data import create_transform
 
 from ortho_vit.data import ImageFolder
 from ortho_vit.data.decode import decode, random_box
+from tests.helpers.image_files import class_folders, huge_png, image_file, image_folder
 
 RNG = np.random.default_rng(0)
-
-
-def picture(path, size=(24, 20), mode="RGB", colour=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    width, height = size
-    pixels = RNG.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels) if colour is None else Image.new("RGB", size, colour)
-    image.convert(mode).save(path)
-    return path
-
-
-def folder(root, parts=("",), classes=("cat", "dog"), count=6):
-    for part in parts:
-        for name in classes:
-            for i in range(count):
-                picture(root / part / name / f"{i}.png")
-    return root
-
-
-def opened(root, stage="fit", **kwargs):
-    data = ImageFolder(str(root), **{"image_size": 16, "batch_size": 4, **kwargs})
-    data.setup(stage)
-    return data
 
 
 def one_line(kind, call):
@@ -46,16 +22,16 @@ def one_line(kind, call):
 
 
 def test_classes_are_the_folders_in_order(tmp_path):
-    data = ImageFolder(str(folder(tmp_path, classes=("dog", "ant", "cat"))))
+    data = ImageFolder(str(class_folders(tmp_path, classes=("dog", "ant", "cat"))))
     assert data.classes == ("ant", "cat", "dog")
     assert (data.num_classes, data.image_size, data.channels) == (3, 224, 3)
 
 
 def test_batches_are_normalised_squares_with_labels(tmp_path):
     for name, colour in (("black", (0, 0, 0)), ("white", (255, 255, 255))):
-        picture(tmp_path / name / "a.png", colour=colour)
-        picture(tmp_path / name / "b.png", size=(7, 31), colour=colour)
-    data = opened(tmp_path, val_size=0, mean=(0.5, 0.5, 0.5), std=(0.5, 0.25, 0.125))
+        image_file(tmp_path / name / "a.png", colour=colour)
+        image_file(tmp_path / name / "b.png", size=(7, 31), colour=colour)
+    data = image_folder(tmp_path, val_size=0, mean=(0.5, 0.5, 0.5), std=(0.5, 0.25, 0.125))
     ((images, labels),) = data.train_dataloader()
     assert (images.shape, images.dtype, labels.dtype) == ((4, 3, 16, 16), torch.float32, torch.int64)
     for image, label in zip(images, labels, strict=True):
@@ -64,34 +40,36 @@ def test_batches_are_normalised_squares_with_labels(tmp_path):
 
 
 def test_a_flat_folder_is_split_by_seed_without_overlap(tmp_path):
-    data = opened(folder(tmp_path), val_size=4)
+    data = image_folder(class_folders(tmp_path), val_size=4)
     training, validation = set(data.train_set.paths), set(data.val_set.paths)
     assert (len(training), len(validation)) == (8, 4)
     assert not training & validation
     assert np.bincount(data.val_set.labels).tolist() == [2, 2]
-    assert opened(tmp_path, val_size=4).val_set.paths == data.val_set.paths
-    assert opened(tmp_path, val_size=4, seed=1).val_set.paths != data.val_set.paths
+    assert image_folder(tmp_path, val_size=4).val_set.paths == data.val_set.paths
+    assert image_folder(tmp_path, val_size=4, seed=1).val_set.paths != data.val_set.paths
     assert data.test_set is data.val_set
 
 
 def test_folders_train_val_and_test_are_used_as_they_are(tmp_path):
-    data = opened(folder(tmp_path, parts=("train", "val", "test"), count=3))
+    data = image_folder(class_folders(tmp_path, parts=("train", "val", "test"), count=3))
     for part, chosen in (("train", data.train_set), ("val", data.val_set), ("test", data.test_set)):
         assert len(chosen) == 6
         assert all(path.is_relative_to(tmp_path / part) for path in chosen.paths)
 
 
 def test_a_limit_holds_for_every_set(tmp_path):
-    data = opened(folder(tmp_path), limit=2, val_size=0.5)
+    data = image_folder(class_folders(tmp_path), limit=2, val_size=0.5)
     assert (len(data.train_set), len(data.val_set)) == (2, 2)
 
 
 @pytest.mark.parametrize("autoaugment", [False, True])
 def test_batches_are_the_same_with_and_without_workers(tmp_path, autoaugment):
-    folder(tmp_path)
+    class_folders(tmp_path)
     runs = []
     for workers in (0, 2):
-        loader = opened(tmp_path, val_size=0, num_workers=workers, autoaugment=autoaugment).train_dataloader()
+        loader = image_folder(
+            tmp_path, val_size=0, num_workers=workers, autoaugment=autoaugment
+        ).train_dataloader()
         loader.sampler.set_epoch(2)
         runs.append(list(loader))
     for one, other in zip(*runs, strict=True):
@@ -104,8 +82,8 @@ def test_batches_are_the_same_with_and_without_workers(tmp_path, autoaugment):
 @pytest.mark.parametrize("size", [(500, 333), (333, 500), (257, 311), (40, 37), (224, 224), (1000, 61)])
 def test_evaluation_sees_what_timms_transform_gives(tmp_path, size, crop_pct):
     for label in ("a", "b"):
-        picture(tmp_path / label / "0.png", size=size)
-    data = opened(tmp_path, val_size=1, image_size=64, crop_pct=crop_pct)
+        image_file(tmp_path / label / "0.png", size=size)
+    data = image_folder(tmp_path, val_size=1, image_size=64, crop_pct=crop_pct)
     ((images, _),) = data.val_dataloader()
     kwargs = {"input_size": (3, 64, 64), "crop_pct": data.crop_pct, "interpolation": "bicubic"}
     theirs = create_transform(**kwargs, mean=data.mean, std=data.std)
@@ -114,7 +92,7 @@ def test_evaluation_sees_what_timms_transform_gives(tmp_path, size, crop_pct):
         assert torch.equal(images[0], theirs(image))
 
 
-def test_random_boxes_lie_within_the_picture_and_have_the_usual_areas():
+def test_random_boxes_lie_within_the_image_and_have_the_usual_areas():
     noise = RNG.random((2000, 4))
     boxes = np.array([random_box(640, 480, row) for row in noise])
     left, top, right, bottom = boxes.T
@@ -134,7 +112,7 @@ def test_random_boxes_lie_within_the_picture_and_have_the_usual_areas():
     [("L", "png"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png"), ("CMYK", "jpg")],
 )
 def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
-    path = picture(tmp_path / f"a.{suffix}", mode=mode, colour=(255, 255, 255))
+    path = image_file(tmp_path / f"a.{suffix}", mode=mode, colour=(255, 255, 255))
     image = decode(path)
     assert (image.mode, image.size) == ("RGB", (24, 20))
     assert np.asarray(image).min() >= 254
@@ -146,30 +124,20 @@ def test_sixteen_bits_keep_their_upper_eight(tmp_path, value):
     assert np.unique(np.asarray(decode(tmp_path / "a.png"))).tolist() == [value >> 8]
 
 
-def test_a_picture_from_a_tilted_camera_is_put_upright(tmp_path):
+def test_an_image_from_a_tilted_camera_is_put_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90° to see it upright
     Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
     assert decode(tmp_path / "a.jpg").size == (20, 40)
 
 
-def bomb():
-    def chunk(kind, content):
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
-
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-
-
 def damaged(kind, good):
     return {
         "empty": b"",
-        "text": b"this is not a picture",
+        "text": b"this is not an image",
         "truncated": good[: len(good) // 2],
         "stub": good[:20],
-        "bomb": bomb(),
+        "bomb": huge_png(),
         "float": None,
     }[kind]
 
@@ -177,7 +145,7 @@ def damaged(kind, good):
 BAD = ["empty", "text", "truncated", "stub", "bomb", "float"]
 
 
-def spoil(path, kind):
+def damage(path, kind):
     content = damaged(kind, path.read_bytes())
     if content is not None:
         path.write_bytes(content)
@@ -190,21 +158,21 @@ def spoil(path, kind):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_picture_stops_training_with_its_name(tmp_path, kind, num_workers):
-    folder(tmp_path)
-    bad = spoil(tmp_path / "cat" / "3.png", kind)
+def test_a_bad_image_stops_training_with_its_name(tmp_path, kind, num_workers):
+    class_folders(tmp_path)
+    bad = damage(tmp_path / "cat" / "3.png", kind)
 
     def epoch():
-        return list(opened(tmp_path, val_size=0, num_workers=num_workers).train_dataloader())
+        return list(image_folder(tmp_path, val_size=0, num_workers=num_workers).train_dataloader())
 
     assert f"cannot read {bad}: " in one_line(ValueError, epoch)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_bad_pictures_are_left_out_of_a_prediction_and_counted(tmp_path, num_workers):
-    folder(tmp_path / "new")
-    bad = [spoil(tmp_path / "new" / "cat" / f"{i}.png", kind) for i, kind in enumerate(BAD)]
-    data = opened(tmp_path, "predict", predict_root=str(tmp_path / "new"), num_workers=num_workers)
+def test_bad_images_are_left_out_of_a_prediction_and_counted(tmp_path, num_workers):
+    class_folders(tmp_path / "new")
+    bad = [damage(tmp_path / "new" / "cat" / f"{i}.png", kind) for i, kind in enumerate(BAD)]
+    data = image_folder(tmp_path, "predict", predict_root=str(tmp_path / "new"), num_workers=num_workers)
     with pytest.warns(UserWarning, match="cannot read") as caught:
         batches = list(data.predict_dataloader())
     names = [name for _, batch in batches for name in batch]
@@ -217,13 +185,13 @@ def test_bad_pictures_are_left_out_of_a_prediction_and_counted(tmp_path, num_wor
         data.teardown("predict")
 
 
-def test_a_prediction_takes_folders_flat_or_nested_and_single_pictures(tmp_path):
-    picture(tmp_path / "b.png")
-    picture(tmp_path / "a.jpg")
-    picture(tmp_path / "deep" / "er" / "c.bmp")
-    picture(tmp_path / ".hidden" / "d.png")
+def test_a_prediction_takes_folders_flat_or_nested_and_single_images(tmp_path):
+    image_file(tmp_path / "b.png")
+    image_file(tmp_path / "a.jpg")
+    image_file(tmp_path / "deep" / "er" / "c.bmp")
+    image_file(tmp_path / ".hidden" / "d.png")
     for root, expected in ((tmp_path, ["a.jpg", "b.png", "deep/er/c.bmp"]), (tmp_path / "b.png", ["b.png"])):
-        data = opened(tmp_path / "nowhere", "predict", predict_root=str(root))
+        data = image_folder(tmp_path / "nowhere", "predict", predict_root=str(root))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ((images, names),) = data.predict_dataloader()
@@ -232,31 +200,31 @@ def test_a_prediction_takes_folders_flat_or_nested_and_single_pictures(tmp_path)
 
 
 def test_what_is_not_a_file_is_not_opened(tmp_path):
-    picture(tmp_path / "a.png")
+    image_file(tmp_path / "a.png")
     os.mkfifo(tmp_path / "b.png")
-    ((_, names),) = opened(tmp_path, "predict", predict_root=str(tmp_path)).predict_dataloader()
+    ((_, names),) = image_folder(tmp_path, "predict", predict_root=str(tmp_path)).predict_dataloader()
     assert names == ["a.png"]
 
 
 def test_missing_images_are_answered_with_where_to_put_them(tmp_path):
     (tmp_path / "empty").mkdir()
     empty, nowhere = tmp_path / "empty", tmp_path / "nowhere"
-    message = one_line(FileNotFoundError, lambda: opened(empty))
+    message = one_line(FileNotFoundError, lambda: image_folder(empty))
     assert f"no class folders in {empty}; put the images into one for each class" in message
-    message = one_line(FileNotFoundError, lambda: opened(empty, "predict", predict_root=str(empty)))
+    message = one_line(FileNotFoundError, lambda: image_folder(empty, "predict", predict_root=str(empty)))
     assert f"no images in {empty}; put some there" in message
     for kwargs in ({}, {"stage": "predict"}, {"stage": "predict", "predict_root": str(nowhere)}):
         assert f"{nowhere} does not exist; set" in one_line(
-            FileNotFoundError, lambda k=kwargs: opened(nowhere, **k)
+            FileNotFoundError, lambda k=kwargs: image_folder(nowhere, **k)
         )
 
 
 def test_training_images_are_predicted_only_when_asked_for(tmp_path):
-    folder(tmp_path)
-    message = one_line(ValueError, lambda: opened(tmp_path, "predict"))
+    class_folders(tmp_path)
+    message = one_line(ValueError, lambda: image_folder(tmp_path, "predict"))
     assert "has no folder test" in message
     assert "data.predict_root" in message
-    ((_, names), *_) = opened(tmp_path, "predict", predict_root=str(tmp_path)).predict_dataloader()
+    ((_, names), *_) = image_folder(tmp_path, "predict", predict_root=str(tmp_path)).predict_dataloader()
     assert names[0] == "cat/0.png"
 
 
@@ -267,7 +235,7 @@ def test_training_images_are_predicted_only_when_asked_for(tmp_path):
     "names", [("Train", "Val", "Test"), ("TRAIN", "valid", "testing"), ("training", "Validation", "TEST")]
 )
 def test_the_usual_names_of_parts_are_recognised_in_any_case(tmp_path, names):
-    data = opened(folder(tmp_path, parts=names, count=2))
+    data = image_folder(class_folders(tmp_path, parts=names, count=2))
     assert data.classes == ("cat", "dog")
     for name, chosen in zip(names, (data.train_set, data.val_set, data.test_set), strict=True):
         assert len(chosen) == 4
@@ -286,67 +254,67 @@ def test_the_usual_names_of_parts_are_recognised_in_any_case(tmp_path, names):
         (("Train", "train"), "has Train and train, both for train; keep one of them"),
     ],
 )
-def test_what_looks_like_a_part_but_is_none_is_refused(tmp_path, parts, message):
-    folder(tmp_path, parts=parts, count=1)
-    assert message in one_line(ValueError, lambda: opened(tmp_path))
+def test_a_class_with_the_name_of_a_part_is_refused(tmp_path, parts, message):
+    class_folders(tmp_path, parts=parts, count=1)
+    assert message in one_line(ValueError, lambda: image_folder(tmp_path))
 
 
 def test_a_class_may_be_called_train(tmp_path):
-    data = opened(folder(tmp_path, classes=("bus", "ship", "train")), val_size=0)
+    data = image_folder(class_folders(tmp_path, classes=("bus", "ship", "train")), val_size=0)
     assert data.classes == ("bus", "ship", "train")
     assert len(data.train_set) == 18
 
 
-def test_what_archives_and_systems_leave_behind_is_no_class(tmp_path):
-    folder(tmp_path)
-    picture(tmp_path / "__MACOSX" / "._0.png")
+def test_what_archives_and_systems_leave_behind_is_not_a_class(tmp_path):
+    class_folders(tmp_path)
+    image_file(tmp_path / "__MACOSX" / "._0.png")
     (tmp_path / "cat" / "Thumbs.db").write_bytes(b"x")
-    picture(tmp_path / "dog" / "__MACOSX" / "0.png")
-    data = opened(tmp_path)
+    image_file(tmp_path / "dog" / "__MACOSX" / "0.png")
+    data = image_folder(tmp_path)
     assert data.classes == ("cat", "dog")
     assert len(data.train_set) + len(data.val_set) == 12
     assert len(data.skipped) == 3
 
 
 def test_links_are_counted_where_they_are_skipped(tmp_path):
-    folder(tmp_path / "set")
-    picture(tmp_path / "elsewhere" / "a.png")
+    class_folders(tmp_path / "set")
+    image_file(tmp_path / "elsewhere" / "a.png")
     (tmp_path / "set/cat/gone.png").symlink_to(tmp_path / "gone.png")
     (tmp_path / "set/dog/more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "set/dog/linked.png").symlink_to(tmp_path / "elsewhere/a.png")
-    data = opened(tmp_path / "set", val_size=0)
+    data = image_folder(tmp_path / "set", val_size=0)
     assert len(data.train_set) == 13
     assert sorted(data.skipped) == [
         f"{tmp_path}/set/cat/gone.png: a dangling link",
         f"{tmp_path}/set/dog/more: a link to a folder",
     ]
-    predicted = opened(tmp_path, "predict", predict_root=str(tmp_path / "set"))
+    predicted = image_folder(tmp_path, "predict", predict_root=str(tmp_path / "set"))
     assert len(predicted.predict_set) == 13
     assert "13 images to predict" in predicted.describe()
     assert "skipped 2: " in predicted.describe()
 
 
 def test_one_line_describes_what_was_found(tmp_path):
-    folder(tmp_path, parts=("train", "test"), count=4)
+    class_folders(tmp_path, parts=("train", "test"), count=4)
     (tmp_path / "notes").mkdir()
     (tmp_path / "train/cat/gone.png").symlink_to(tmp_path / "gone.png")
-    text = opened(tmp_path, val_size=2).describe()
+    text = image_folder(tmp_path, val_size=2).describe()
     assert text == (
         f"ImageFolder: 2 classes (cat 3, dog 3); 6 training, 2 validation, 8 test; in {tmp_path}; validation held out "
         f"of training; ignored folders: notes; skipped 1: {tmp_path}/train/cat/gone.png: a dangling link"
     )
-    flat = opened(folder(tmp_path / "flat"), val_size=2).describe()
+    flat = image_folder(class_folders(tmp_path / "flat"), val_size=2).describe()
     assert "10 training, 2 validation, test on the validation images" in flat
 
 
 def test_names_that_are_not_utf8_are_read_and_can_be_printed(tmp_path):
-    folder(tmp_path, parts=("train",))
+    class_folders(tmp_path, parts=("train",))
     odd = os.fsdecode(b"caf\xe9")
-    picture(tmp_path / "train" / odd / "0.png")
-    picture(tmp_path / "test" / "cat" / f"{odd}.png")
-    data = opened(tmp_path, val_size=0)
+    image_file(tmp_path / "train" / odd / "0.png")
+    image_file(tmp_path / "test" / "cat" / f"{odd}.png")
+    data = image_folder(tmp_path, val_size=0)
     data.describe().encode("utf-8")
-    ((_, names),) = opened(tmp_path, "predict").predict_dataloader()
+    ((_, names),) = image_folder(tmp_path, "predict").predict_dataloader()
     assert names == [f"cat/{odd}.png"]
 
 
@@ -354,35 +322,35 @@ def test_names_that_are_not_utf8_are_read_and_can_be_printed(tmp_path):
 
 
 def test_all_bad_files_are_listed_at_the_start(tmp_path):
-    folder(tmp_path, count=12)
-    bad = [spoil(tmp_path / "cat" / f"{i}.png", "empty") for i in range(7)]
+    class_folders(tmp_path, count=12)
+    bad = [damage(tmp_path / "cat" / f"{i}.png", "empty") for i in range(7)]
     (tmp_path / "dog/notes.txt").write_text("")
-    message = one_line(ValueError, lambda: opened(tmp_path))
+    message = one_line(ValueError, lambda: image_folder(tmp_path))
     assert str(bad[0]) in message
-    assert "; and 3 more; mend them or take them out of the folder, or set data.skip_unreadable" in message
+    assert "; and 3 more; repair or remove them, or set data.skip_unreadable" in message
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_unreadable_files_are_left_out_on_request_and_counted(tmp_path, num_workers):
-    folder(tmp_path)
-    spoil(tmp_path / "cat/1.png", "text")
+    class_folders(tmp_path)
+    damage(tmp_path / "cat/1.png", "text")
     truncated = tmp_path / "dog/2.png"  # its header is good
     truncated.write_bytes(truncated.read_bytes()[:-400])
     (tmp_path / "dog/notes.txt").write_text("")
     with pytest.warns(
         UserWarning, match=r"skipped 2 of 13 files: cannot read .*1\.png.*notes\.txt is not an image"
     ):
-        data = opened(tmp_path, val_size=0, skip_unreadable=True, num_workers=num_workers)
+        data = image_folder(tmp_path, val_size=0, skip_unreadable=True, num_workers=num_workers)
     assert len(data.train_set) == 11
     with pytest.warns(UserWarning, match=r"cannot read .*2\.png: .*; skipped"):
         batches = list(data.train_dataloader())
     assert sum(len(images) for images, _ in batches) == sum(len(labels) for _, labels in batches) == 10
 
 
-def test_a_share_that_is_no_image_is_refused(tmp_path):
-    folder(tmp_path, count=1)
-    message = one_line(ValueError, lambda: opened(tmp_path, val_size=0.25))
-    assert "val_size=0.25 of 2 images is none; give a count, or 0" in message
+def test_a_share_that_rounds_to_no_image_is_refused(tmp_path):
+    class_folders(tmp_path, count=1)
+    message = one_line(ValueError, lambda: image_folder(tmp_path, val_size=0.25))
+    assert "val_size=0.25 of 2 images rounds to 0; give a count, or 0" in message
 
 
 @pytest.mark.parametrize("value", [0, 7, 255])
@@ -399,7 +367,7 @@ def test_more_than_sixteen_bits_are_refused(tmp_path):
 
 
 def test_nothing_to_test_on_is_said(tmp_path):
-    data = opened(folder(tmp_path), "test", val_size=0)
+    data = image_folder(class_folders(tmp_path), "test", val_size=0)
     assert "nothing to test on" in one_line(ValueError, data.test_dataloader)
 
 

@@ -4,6 +4,7 @@ import torch
 
 from ortho_vit.data import Digits
 from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Loader, _unchanged
+from tests.helpers.dispatch import OTHER, other_device
 
 
 def batches(loader):
@@ -123,25 +124,52 @@ def test_batches_are_the_same_wherever_they_are_augmented(num_workers):
     assert labels.shape == (100, 10)
 
 
-def test_a_batch_for_another_device_is_moved_and_augmented_there():
-    data = Digits(batch_size=100, limit=450, random_erasing=0.5)
+RANDOM = {"augment": "randaugment", "random_erasing": 0.5, "mixup": 0.5, "cutmix": 0.5}
+
+
+def batches_on_other_device(done=0, **kwargs):
+    """The batches of an epoch, made on another device from number `done` on, with their values."""
+    data = Digits(batch_size=100, limit=450, **RANDOM, **kwargs)
     data.setup("fit")
-    data._device = lambda: torch.device("meta")
-    images, labels = next(iter(data.train_dataloader()))
-    assert (images.device.type, labels.device.type) == ("meta", "meta")
-    assert (images.shape, images.dtype) == ((100, 1, 8, 8), torch.float32)
+    data._device = lambda: OTHER
+    data._batches_done = lambda: done
+    with other_device():
+        made = list(data.train_dataloader())
+    assert all(tensor.device == OTHER for batch in made for tensor in batch)
+    return data, [tuple(tensor.values for tensor in batch) for batch in made]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("device_resident", [False, True])
+def test_batches_are_the_same_on_another_device_and_in_what_is_left_of_an_epoch(device_resident, num_workers):
+    data = Digits(batch_size=100, limit=450, **RANDOM)
+    data.setup("fit")
+    expected = batches(data.train_dataloader())
+    options = {"device_resident": device_resident, "num_workers": num_workers}
+    data, whole = batches_on_other_device(**options)
+    assert equal(whole, expected)
+    assert data.train_set.images.device == (OTHER if device_resident else torch.device("cpu"))
+    assert equal(batches_on_other_device(done=3, **options)[1], expected[3:])
 
 
 def test_resident_images_are_moved_once_and_need_no_workers():
     data = Digits(batch_size=100, device_resident=True, num_workers=2)
     data.setup()
-    data._device = lambda: torch.device("meta")
+    data._device = lambda: OTHER
     loader = data.train_dataloader()
-    assert data.train_set.images.device.type == "meta"
+    assert data.train_set.images.device == OTHER
     assert data.val_set.images is data.train_set.images
-    assert data.test_set.images.device.type == "meta"
+    assert data.test_set.images.device == OTHER
     assert loader._loader.num_workers == 0
-    assert next(iter(loader))[0].device.type == "meta"
+
+
+def test_resident_images_on_a_cpu_are_where_they_were_and_workers_augment_them():
+    data = Digits(batch_size=100, device_resident=True, num_workers=2, augment="autoaugment")
+    data.setup("fit")
+    images = data.train_set.images
+    assert data.train_dataloader()._loader.num_workers == 2
+    assert data.train_set.images is images
+    assert data.train_set.augmentation.policy._operations  # which the workers inherit
 
 
 def test_nothing_is_decided_before_the_first_batch_is_asked_for():

@@ -1,0 +1,380 @@
+"""AutoAugment, RandAugment and TrivialAugment for whole batches, through torchvision's kernels.
+
+A policy draws for each image one or two choices, operations with their magnitudes.  The images of a batch
+that need the same kernel go through it in one call, and most kernels serve all magnitudes at once:
+
+* Shear, translation and rotation with nearest interpolation only move pixels.  torchvision's kernel is
+  applied to an image of pixel numbers, which gives a map; one gather then moves the pixels of all images.
+* Brightness, posterize, solarize and invert map each level to a level.  torchvision's kernel is applied to
+  the 256 levels, which gives a table.
+* Sharpness and colour blend each level with that of a second image, blurred or gray, which torchvision's
+  kernel gives at strength 0.  Applied to an image that has all pairs of levels, it gives a table of pairs.
+
+Contrast is called for each magnitude, autocontrast and equalize have none.  Either way each image has the
+bits that torchvision gives it alone.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torchvision.transforms import AutoAugment as TorchvisionAutoAugment
+from torchvision.transforms import AutoAugmentPolicy
+from torchvision.transforms.v2 import functional as K
+
+PolicyName = Literal["autoaugment", "randaugment", "trivialaugment"]
+Noise = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# --------------------------------------------------------------------------------------------------- operations
+
+
+def _shear(x: Tensor, across: float, down: float) -> Tensor:
+    angles = [math.degrees(math.atan(across)), math.degrees(math.atan(down))]
+    return K.affine(x, angle=0.0, translate=[0, 0], scale=1.0, shear=angles, center=[0, 0])
+
+
+def _translate(x: Tensor, across: float, down: float) -> Tensor:
+    return K.affine(x, angle=0.0, translate=[int(across), int(down)], scale=1.0, shear=[0.0, 0.0])
+
+
+OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "Identity": lambda x, m: x,
+    "ShearX": lambda x, m: _shear(x, m, 0.0),
+    "ShearY": lambda x, m: _shear(x, 0.0, m),
+    "TranslateX": lambda x, m: _translate(x, m, 0.0),
+    "TranslateY": lambda x, m: _translate(x, 0.0, m),
+    "Rotate": lambda x, m: K.rotate(x, angle=m),
+    "Brightness": lambda x, m: K.adjust_brightness(x, 1.0 + m),
+    "Posterize": lambda x, m: K.posterize(x, int(m)),
+    "Solarize": lambda x, m: K.solarize(x, 255 * m),
+    "Invert": lambda x, m: K.invert(x),
+    "Color": lambda x, m: K.adjust_saturation(x, 1.0 + m),
+    "Sharpness": lambda x, m: K.adjust_sharpness(x, 1.0 + m),
+    "Contrast": lambda x, m: K.adjust_contrast(x, 1.0 + m),
+    "AutoContrast": lambda x, m: K.autocontrast(x),
+    "Equalize": lambda x, m: K.equalize(x),
+}
+MOVES = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
+LEVELS = {"Brightness", "Posterize", "Solarize", "Invert"}
+SIGNED = {*MOVES, "Brightness", "Color", "Contrast", "Sharpness"}
+WITHOUT_MAGNITUDE = {"Identity", "Invert", "AutoContrast", "Equalize"}
+
+
+class Choice(NamedTuple):
+    """An operation with its signed magnitude."""
+
+    operation: str
+    magnitude: float = 0.0
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return OPERATIONS[self.operation](images, self.magnitude)
+
+
+IDENTITY = Choice("Identity")
+
+# --------------------------------------------------------------------------------- many images in one call
+
+
+class Move:
+    """Choices of `MOVES`: each pixel of the result is a pixel of the image, or black."""
+
+    def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
+        height, width = size
+        numbers = torch.arange(1, height * width + 1, dtype=torch.float32).view(1, height, width)
+        maps = [choice(numbers).to(torch.int32).flatten() for choice in choices]  # counted from 1; 0 is black
+        self.maps = torch.stack(maps).to(device)
+
+    def __call__(self, images: Tensor, which: Tensor) -> Tensor:
+        pixels = F.pad(images.flatten(2), (1, 0))  # B, C, 1 + H·W: black has the number 0
+        maps = self.maps.index_select(0, which).long()[:, None].expand(-1, images.shape[1], -1)
+        return pixels.gather(2, maps).view_as(images)
+
+
+class MapLevels:
+    """Choices of `LEVELS`: each value of the result depends on the value in the same place alone."""
+
+    def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
+        levels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+        self.tables = torch.stack([choice(levels).flatten() for choice in choices]).to(device)
+
+    def __call__(self, images: Tensor, which: Tensor) -> Tensor:
+        return _look_up(self.tables, which, images.int())
+
+
+class Blend:
+    """Choices of "Color" or of "Sharpness": each value is blended with that of the gray or the blurred image."""
+
+    def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
+        self.second = Choice(choices[0].operation, -1.0)
+        pixels = all_blends(choices[0].operation)
+        places = self._pairs(pixels).flatten().long()
+        tables = torch.zeros(len(choices), 256 * 256, dtype=torch.uint8)
+        for table, choice in zip(tables, choices, strict=True):
+            table.scatter_(0, places, choice(pixels).flatten())
+        self.tables = tables.to(device)
+
+    def _pairs(self, images: Tensor) -> Tensor:
+        return images.int().mul_(256).add_(self.second(images))
+
+    def __call__(self, images: Tensor, which: Tensor) -> Tensor:
+        if self.second.operation == "Color" and images.shape[1] == 1:
+            return images  # gray already
+        return _look_up(self.tables, which, self._pairs(images))
+
+
+class Single:
+    """One choice, through torchvision's kernel."""
+
+    def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
+        (self.choice,) = choices
+
+    def __call__(self, images: Tensor, which: Tensor) -> Tensor:
+        return self.choice(images)
+
+
+def all_blends(operation: str) -> Tensor:
+    """An image that has every level beside every level of the second image that it can be blended with."""
+    first, second = (x.flatten() for x in torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
+    if (
+        operation == "Color"
+    ):  # a level more of red and green changes gray by less than 1, so every gray occurs
+        return torch.stack([second, second, first]).view(3, 256, 256).to(torch.uint8)
+    # Blurred is (5 · centre + sum of the 8 neighbours) / 13: patches of 3×3 pixels, side by side.
+    total = (13 * second - 5 * first).clamp(0, 8 * 255)
+    neighbours = (total + torch.arange(8)[:, None]) // 8
+    patches = torch.cat([neighbours[:4], first[None], neighbours[4:]]).view(3, 3, -1)
+    return patches.transpose(1, 2).reshape(1, 3, -1).to(torch.uint8)
+
+
+def _look_up(tables: Tensor, which: Tensor, places: Tensor) -> Tensor:
+    """The values of table `which[i]` at the places of image i, an int32 tensor that is overwritten."""
+    places += (which.int() * tables.shape[1]).view(-1, 1, 1, 1)
+    return tables.flatten().index_select(0, places.flatten()).view_as(places)
+
+
+AT_ONCE = (
+    2**18
+)  # pixels × channels in one call on a CPU: larger temporaries leave the cache, which costs twice the time
+
+
+KINDS: dict[str, type[Single | MapLevels | Move | Blend]] = {  # in the order in which they take turns
+    "Identity": Single, "Equalize": Single, "Level": MapLevels, "Move": Move, "Color": Blend, "Contrast": Single,
+    "Sharpness": Blend, "AutoContrast": Single,
+}  # fmt: skip
+
+
+def _kind(choice: Choice) -> str:
+    if choice.operation in MOVES:
+        return "Move"
+    return "Level" if choice.operation in LEVELS else choice.operation
+
+
+class Operations:
+    """All choices of a policy for images of one size, in groups that need one call each."""
+
+    def __init__(self, choices: Iterable[Choice], size: tuple[int, int], device: torch.device) -> None:
+        order = {kind: i for i, kind in enumerate(KINDS)}
+        ordered = sorted({IDENTITY, *choices}, key=lambda choice: (order[_kind(choice)], choice))
+        self.number = {choice: i for i, choice in enumerate(ordered)}  # 0 is the identity
+        self._groups: list[Single | MapLevels | Move | Blend] = []
+        places = []  # the group of each choice, and its number there
+        for (kind, _), members in groupby(ordered, lambda c: (_kind(c), KINDS[_kind(c)] is Single and c)):
+            group = list(members)
+            places += [(len(self._groups), i) for i in range(len(group))]
+            self._groups.append(KINDS[kind](group, size, device))
+        self._group, self._place = np.array(places).T
+
+    def __call__(self, images: Tensor, chosen: Integers) -> Tensor:
+        """Apply the choices with the numbers `chosen[i]`, one after another, to image i.
+
+        Results are collected behind the images, in the order of the calls.
+        """
+        B, turns = len(images), self._turns(chosen)
+        image, step = np.nonzero(chosen)
+        order = np.argsort(turns[image, step], kind="stable")
+        image, step = image[order], step[order]
+        turn, place = turns[image, step], self._place[chosen[image, step]]
+        calls = list(pairwise([*np.flatnonzero(np.diff(turn, prepend=-1)), len(turn)]))
+        latest, source = np.arange(B), np.empty_like(image)  # where each image is now; where a call finds it
+        for start, stop in calls:
+            source[start:stop] = latest[image[start:stop]]
+            latest[image[start:stop]] = B + np.arange(start, stop)
+
+        sources, places, ends = (torch.from_numpy(x).to(images.device) for x in (source, place, latest))
+        pool = torch.cat([images, images.new_empty(len(turn), *images.shape[1:])])
+        most = max(1, AT_ONCE // images[:1].numel()) if B and images.device.type == "cpu" else B
+        for first, last in calls:
+            group = self._groups[turn[first] % len(self._groups)]
+            for start in range(first, last, most):
+                stop = min(start + most, last)
+                pool[B + start : B + stop] = group(
+                    pool.index_select(0, sources[start:stop]), places[start:stop]
+                )
+        return pool.index_select(0, ends)
+
+    def _turns(self, chosen: Integers) -> Integers:
+        """When each choice is applied: the groups take turns, all of them once and then all of them again.
+
+        An image's second choice has its turn in the same round as the first if its group comes later, so
+        that there are few calls with many images each.  AutoAugment's pairs need a second round least often
+        in the order of `KINDS`.
+        """
+        group = self._group[chosen]
+        turns, rounds = group.copy(), np.zeros(len(group), np.int64)
+        for i in range(1, group.shape[1]):
+            rounds += group[:, i] <= group[:, i - 1]
+            turns[:, i] += rounds * len(self._groups)
+        return turns
+
+
+# ------------------------------------------------------------------------------------------------------------ policies
+
+
+class Space(NamedTuple):
+    """The largest magnitude of each operation; `pixels` of a translation is a share of the side if below 1."""
+
+    shear: float
+    pixels: float
+    degrees: float
+    colour: float
+    bits: int
+
+    def magnitude(self, operation: str, level: int, bins: int, side: int) -> float:
+        """Level number `level` of `bins` on the way from no change to the largest."""
+        if operation == "Posterize":
+            return float((8 - torch.arange(bins) / ((bins - 1) / self.bits)).round()[level])
+        if operation == "Solarize":
+            return float(torch.linspace(1.0, 0.0, bins)[level])
+        if operation.startswith("Translate"):
+            largest = self.pixels if self.pixels >= 1 else self.pixels * side
+        elif operation.startswith("Shear"):
+            largest = self.shear
+        else:
+            largest = self.degrees if operation == "Rotate" else self.colour
+        return float(torch.linspace(0.0, largest, bins)[level])
+
+
+USUAL = Space(shear=0.3, pixels=150.0 / 331.0, degrees=30.0, colour=0.9, bits=4)
+WIDE = Space(shear=0.99, pixels=32.0, degrees=135.0, colour=0.99, bits=6)
+ALL = (  # in torchvision's order, which numbers them
+    "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
+    "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
+)  # fmt: skip
+
+
+class Chosen(NamedTuple):
+    """For each image the operations to apply, one after another, each `(B, operations)`."""
+
+    alternative: Integers
+    positive: NDArray[np.bool_]
+    applied: NDArray[np.bool_]
+
+
+class Policy:
+    """Random operations, one or two after another, as torchvision's class of the same name draws them.
+
+    A subclass has alternatives, which are operations with their levels, and chooses among them.
+    """
+
+    columns: int  # of random numbers for each image
+    space, bins = USUAL, 10
+
+    def __init__(self) -> None:
+        self._operations: dict[tuple[int, int, torch.device], tuple[Operations, Integers]] = {}
+
+    def alternatives(self) -> list[tuple[str, int]]:
+        """Operations with the numbers of their levels."""
+        raise NotImplementedError
+
+    def choose(self, noise: Noise) -> Chosen:
+        raise NotImplementedError
+
+    def operations(self, height: int, width: int, device: torch.device) -> tuple[Operations, Integers]:
+        """What applies the choices to images of a size, and the number of each alternative with either sign."""
+        key = height, width, device
+        if key not in self._operations:
+            pairs = [self._signed(*alternative, height, width) for alternative in self.alternatives()]
+            operations = Operations((choice for pair in pairs for choice in pair), (height, width), device)
+            numbers = np.array([[operations.number[choice] for choice in pair] for pair in pairs])
+            self._operations[key] = operations, numbers
+        return self._operations[key]
+
+    def _signed(self, operation: str, level: int, height: int, width: int) -> tuple[Choice, Choice]:
+        if operation in WITHOUT_MAGNITUDE:
+            return Choice(operation), Choice(operation)
+        side = width if operation == "TranslateX" else height
+        magnitude = self.space.magnitude(operation, level, self.bins, side)
+        return Choice(operation, -magnitude if operation in SIGNED else magnitude), Choice(
+            operation, magnitude
+        )
+
+    def __call__(self, images: Tensor, noise: Noise) -> Tensor:
+        """Augment uint8 images; `noise` is `(B, columns)`."""
+        height, width = images.shape[-2:]
+        operations, numbers = self.operations(height, width, images.device)
+        chosen = self.choose(noise)
+        return operations(
+            images, np.where(chosen.applied, numbers[chosen.alternative, chosen.positive * 1], 0)
+        )
+
+
+class AutoAugment(Policy):
+    """One of 25 pairs of operations, each applied with a probability of its own."""
+
+    columns = 5
+
+    def __init__(self, policy: AutoAugmentPolicy = AutoAugmentPolicy.CIFAR10) -> None:
+        super().__init__()
+        self.pairs = TorchvisionAutoAugment(policy).policies
+        self._probability = np.array([[probability for _, probability, _ in pair] for pair in self.pairs])
+
+    def alternatives(self) -> list[tuple[str, int]]:
+        return [(operation, level or 0) for pair in self.pairs for operation, _, level in pair]
+
+    def choose(self, noise: Noise) -> Chosen:
+        pair = (noise[:, 0] * len(self.pairs)).astype(np.int64)
+        applied = noise[:, 1:3] <= self._probability[pair]
+        return Chosen(2 * pair[:, None] + np.arange(2), noise[:, 3:5] >= 0.5, applied)
+
+
+class RandAugment(Policy):
+    """Two operations, at the tenth of 31 levels."""
+
+    columns, bins = 4, 31
+
+    def alternatives(self) -> list[tuple[str, int]]:
+        return [(operation, 9) for operation in ALL]
+
+    def choose(self, noise: Noise) -> Chosen:
+        alternative = (noise[:, :2] * len(ALL)).astype(np.int64)
+        return Chosen(alternative, noise[:, 2:] >= 0.5, np.full(alternative.shape, True))
+
+
+class TrivialAugment(Policy):
+    """One operation, at one of 31 levels of a wide range."""
+
+    columns, bins, space = 3, 31, WIDE
+
+    def alternatives(self) -> list[tuple[str, int]]:
+        return [(operation, level) for operation in ALL for level in range(self.bins)]
+
+    def choose(self, noise: Noise) -> Chosen:
+        operation, level = (noise[:, :2] * [len(ALL), self.bins]).astype(np.int64).T
+        alternative = (operation * self.bins + level)[:, None]
+        return Chosen(alternative, noise[:, 2:] >= 0.5, np.full(alternative.shape, True))
+
+
+def make_policy(name: PolicyName | None, autoaugment: AutoAugmentPolicy) -> Policy | None:
+    """The policy of that name; `autoaugment` says which of AutoAugment's."""
+    if name is None:
+        return None
+    if name == "autoaugment":
+        return AutoAugment(autoaugment)
+    return RandAugment() if name == "randaugment" else TrivialAugment()
