@@ -1,47 +1,44 @@
 """Images per second in training, and where the time goes: data, forward and backward, optimizer.
 
-    python -m benchmarks.train_step [--models ortho_vit_pico ortho_vit_nano ortho_vit_cifar] [--steps 5] [--compile]
+    python -m benchmarks.train_step [--models ortho_vit_nano ortho_vit_compact ortho_vit_cifar] [--steps 5] [--compile]
 
 A step is what a run on CIFAR-10 does: a batch of 128 is cropped, flipped and normalised (and with `--policy` goes through
-AutoAugment or a relative), then forward, backward and StiefelSGD within heads.  Variants: float32; `bf16-mixed`, which is
-autocast to bfloat16; channels-last weights and images; both; and with `--compile` each through `torch.compile`.  All
-variants of a network take turns in one run; medians are printed, and the speed in relation to float32.  With one thread
-it is the time of the processor that counts, which other programs disturb less.
+AutoAugment or a relative), then forward, backward and StiefelSGD within heads.  Variants: float32, `bf16-mixed`, which is
+autocast to bfloat16, and with `--compile` both as `model.compile: true` compiles them.  All variants of a network take
+turns in one run; medians are printed, and the speed in relation to float32.  With one thread it is the time of the
+processor that counts, which other programs disturb less.
 """
 
 import argparse
 import platform
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.input_pipeline import CIFAR, smooth_images
 from ortho_vit import create_model
 from ortho_vit.data import CIFAR10
-from ortho_vit.data.augment import Augmentation, make_policy
+from ortho_vit.data.augment import Augmentation
+from ortho_vit.data.policies import make_policy
 from ortho_vit.data.sampling import Key
 from ortho_vit.optim import StiefelSGD
+from ortho_vit.training.compile import compile_model, write_out_attention
 
 
 class Variant(NamedTuple):
     """How a step is computed."""
 
     bf16: bool
-    channels_last: bool
     compiled: bool
 
     def __str__(self) -> str:
-        parts = ["bf16-mixed" if self.bf16 else "float32"]
-        parts += ["channels-last"] if self.channels_last else []
-        parts += ["compiled"] if self.compiled else []
-        return ", ".join(parts)
+        return ("bf16-mixed" if self.bf16 else "float32") + (", compiled" if self.compiled else "")
 
 
 class Training:
@@ -51,22 +48,20 @@ class Training:
         torch.manual_seed(0)
         self.clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self.variant, self.images, self.augment = variant, images, augment
-        self.format = torch.channels_last if variant.channels_last else torch.contiguous_format
-        model = create_model(name, constraint="within", num_classes=10).to(memory_format=self.format)
-        self.optimizer = StiefelSGD(model.parameters(), lr=0.01, momentum=0.9)
-        self.model: nn.Module = torch.compile(model) if variant.compiled else model  # type: ignore[assignment]
+        self.model = create_model(name, constraint="within", num_classes=10)
+        self.optimizer = StiefelSGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        if variant.bf16:
+            write_out_attention(self.model)  # as `Classifier` does on a CPU
+        if variant.compiled:
+            compile_model(self.model, torch.device("cpu"))
         self.seconds: list[tuple[float, float, float]] = []  # data, forward and backward, optimizer
-
-    def autocast(self) -> AbstractContextManager:
-        return torch.autocast("cpu", torch.bfloat16) if self.variant.bf16 else nullcontext()
 
     def step(self, number: int) -> None:
         start = self.clock()
         rows = np.arange(len(self.images))
         images, _ = self.augment(self.images, None, Key(number, rows))
-        images = images.contiguous(memory_format=self.format)
         made = self.clock()
-        with self.autocast():
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.variant.bf16):
             logits = self.model(images)
         F.cross_entropy(logits.float(), torch.from_numpy(rows % 10)).backward()
         learned = self.clock()
@@ -89,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["ortho_vit_pico", "ortho_vit_nano", "ortho_vit_cifar"]
+    names = ["ortho_vit_nano", "ortho_vit_compact", "ortho_vit_cifar"]
     parser.add_argument("--models", nargs="+", default=names)
     parser.add_argument(
         "--steps", type=int, default=5, help="timed steps of each variant, after one to warm up"
@@ -102,31 +97,33 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     machine = platform.processor() or platform.machine()
     bf16 = "with" if has_bf16() else "without"
-    print(f"torch {torch.__version__}, {machine} {bf16} bfloat16 instructions, {options.threads} threads")
+    print(f"torch {torch.__version__}, {machine} {bf16} bfloat16 instructions, threads: {options.threads}")
     images = smooth_images(options.batch_size, 32)
     policy = make_policy(options.policy, CIFAR)
     augment = Augmentation(CIFAR10.mean, CIFAR10.std, padding=4, flip=True, policy=policy)
     for name in options.models:
-        variants = [
-            Variant(bf16, channels_last, compiled)
-            for compiled in ([False, True] if options.compile else [False])
-            for bf16 in (False, True)
-            for channels_last in (False, True)
-        ]
+        compiled = [False, True] if options.compile else [False]
+        variants = [Variant(bf16, compile) for compile in compiled for bf16 in (False, True)]
         trainings = [Training(name, variant, images, augment) for variant in variants]
         for number in range(options.steps + 1):
             for training in trainings:
                 training.step(number)
                 if number == 0:
                     training.seconds.clear()
-        print(f"\n{name}: images/s, in relation to float32, share of data, forward and backward, optimizer")
-        reference = sum(trainings[0].medians())
-        for training in trainings:
-            parts = training.medians()
-            total = sum(parts)
-            shares = "".join(f"{part / total:7.0%}" for part in parts)
-            speed = options.batch_size / total
-            print(f"  {training.variant!s:36}{speed:8.0f}{reference / total:7.2f}x{shares}")
+        print_table(name, trainings, options.batch_size)
+
+
+def print_table(name: str, trainings: list[Training], batch_size: int) -> None:
+    """One row per variant; the first is what the others are compared with."""
+    print(f"\n{name:24}images/s  ms/image   speed    data  network  optimizer")
+    reference = sum(trainings[0].medians())
+    for training in trainings:
+        data, network, optimizer = training.medians()
+        total = data + network + optimizer
+        print(
+            f"  {training.variant!s:22}{batch_size / total:8.0f}{total / batch_size * 1e3:10.2f}{reference / total:7.2f}x"
+            f"{data / total:8.1%}{network / total:9.1%}{optimizer / total:11.1%}"
+        )
 
 
 if __name__ == "__main__":

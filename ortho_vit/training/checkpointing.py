@@ -1,8 +1,9 @@
-"""Checkpoints that a kill cannot spoil: `last.ckpt` and `best.ckpt`, each whole at any time.
+"""Checkpoints that a kill cannot damage: `last.ckpt` and `best.ckpt`, each complete at any time.
 
 They are written at the end of an epoch, after validation, and every `every_n_steps` optimizer steps within one, never
 between two batches whose gradients are being accumulated: from any of them a run continues exactly as it would have.
-A run that a signal stops writes one where it stops.  While a run goes on, no other can write into its folder.
+A run that a signal stops writes one where it stops; from one that was written within a validation, a run begins with that
+validation.  While a run goes on, no other can write into its folder.
 """
 
 import contextlib
@@ -20,12 +21,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ortho_vit.errors import DivergedError, UsageError
-from ortho_vit.files import lock
+from ortho_vit.files import lock, replacing
 from ortho_vit.models.weights import read_checkpoint
 from ortho_vit.optim.base import all_finite
+from ortho_vit.training.lightning_internals import is_accumulating, run_validation_again, validation_is_due
 from ortho_vit.training.stopping import signals
-
-SMALL = 2**20  # bytes: a disk with less room than that is full
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -41,12 +41,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._preloaded = preloaded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(path) as partial, open(partial, "wb") as file:
+        with _replacing(Path(path)) as partial, open(partial, "wb") as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
@@ -105,6 +101,7 @@ class Checkpoints(Checkpoint):
         self.preloaded: Preloaded | None = None  # what the trainer is going to load, if it was read already
         self._io = AtomicCheckpointIO()
         self._validated = False
+        self._validating = False  # whether a resumed run has to run its validation again
         self._saved_step = -1
         self._claimed: Path | None = None
         self._lock: IO[str] | None = None
@@ -197,44 +194,40 @@ class Checkpoints(Checkpoint):
         if resumed is not None:
             refuse_to_lose_steps(resumed)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._validating:
+            run_validation_again(trainer)
+        self._validating = False
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loop = trainer.fit_loop.epoch_loop
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
-        if not (due or _is_stopping(trainer)) or loop._should_accumulate():
+        if not (due or _is_stopping(trainer)) or is_accumulating(trainer):
             return
-        if not (loop.batch_progress.is_last_batch or self._validation_is_due(trainer)):
+        if not (trainer.is_last_batch or validation_is_due(trainer)):  # skipped when resumed from here
             self._save(trainer, improved=False)
 
-    @staticmethod
-    def _validation_is_due(trainer: L.Trainer) -> bool:
-        """Whether validation belongs after this batch: Lightning would leave it out when resumed from here.
-
-        One that comes only because the run is stopped does not: without the stop there would be none.
-        """
-        stop, trainer.should_stop = trainer.should_stop, False
-        try:
-            loop = trainer.fit_loop.epoch_loop
-            return loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-        finally:
-            trainer.should_stop = stop
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if signals.interrupts_validation:
+            self._validating = True
+            self._save(trainer, improved=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Mid-epoch the weights are saved as they were measured; at its end together with the epoch."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        self._validated = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self._validated = trainer.is_last_batch
         if self._validated:
             return
         if self._improves(trainer) and self.folder is not None:
             self._require_finite(trainer)
             trainer.save_checkpoint(self.folder / "best.ckpt")
-        if _is_stopping(trainer):
+        if _is_stopping(trainer) and not is_accumulating(trainer):
             self._save(trainer, improved=False)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.should_stop and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if trainer.should_stop and not trainer.is_last_batch:
             return  # stopped mid-epoch, and saved there: to resume as if it were over would leave out the rest
         validated, self._validated = self._validated, False
         missing = validated and self.monitor not in trainer.callback_metrics
@@ -278,10 +271,11 @@ class Checkpoints(Checkpoint):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_score": self.best_score, "step": self._saved_step}
+        return {"best_score": self.best_score, "step": self._saved_step, "validating": self._validating}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_score, self._saved_step = state_dict["best_score"], state_dict["step"]
+        self._validating = state_dict.get("validating", False)
 
 
 def refuse_to_lose_steps(resumed: str | Path) -> None:
@@ -300,16 +294,12 @@ def refuse_to_lose_steps(resumed: str | Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """The name of a file that replaces `path` at the end; where it cannot be written, it is removed and `path` kept."""
-    partial = path.with_name(f".{path.name}.partial")
+    """As `files.replacing`; an error says how much room the disk has."""
     try:
-        yield partial
-        os.replace(partial, path)
+        with replacing(path, only_writer=True) as partial:
+            yield partial
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
-        problem = _not_written(path, error)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise OSError(problem) from error
+        raise OSError(_not_written(path, error)) from error
 
 
 def _not_written(path: Path, error: Exception) -> str:
@@ -317,14 +307,14 @@ def _not_written(path: Path, error: Exception) -> str:
     disk = path.parent.resolve()
     while not os.path.ismount(disk):
         disk = disk.parent
-    free = shutil.disk_usage(disk).free
     errors = [error, error.__cause__, error.__context__]
-    full = any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in errors) or free < SMALL
+    full = any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in errors)
     reason = "the disk is full" if full else getattr(error, "strerror", None) or " ".join(str(error).split())
     before = "the one before is kept" if path.is_file() else "nothing was kept"
+    free = shutil.disk_usage(disk).free / 2**20
     return (
-        f"{path} could not be written: {reason} ({disk} has {free / 2**20:,.0f} MiB free); {before}.  Make room, or "
-        "choose another disk with --trainer.default_root_dir"
+        f"{path} could not be written: {reason} ({disk} has {free:,.0f} MiB free); {before}.  Make room, or choose another "
+        "disk with --trainer.default_root_dir"
     )
 
 

@@ -38,11 +38,16 @@ from ortho_vit.models.orthogonalize import Constraint, Projections
 from ortho_vit.models.weights import check_finite, check_manifold, check_types, is_head
 from ortho_vit.models.zoo import build, build_from
 from ortho_vit.optim.base import StiefelOptimizer
-from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.parameter import StiefelParameter, project_, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
-from ortho_vit.training.compile import compile_model
+from ortho_vit.training.compile import compile_model, write_out_attention
 from ortho_vit.training.finite_steps import FiniteSteps, Seen
-from ortho_vit.training.measuring import put_on_manifold
+from ortho_vit.training.lightning_internals import (
+    batches_per_epoch,
+    begins_with_validation,
+    count_finished_epoch_once,
+    expect_no_first_step,
+)
 from ortho_vit.training.metrics import Mean, restore, state_of
 from ortho_vit.training.schedule import (
     SCHEDULERS,
@@ -88,7 +93,7 @@ class Classifier(L.LightningModule):
         layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
         freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
         skip_nonfinite: leave out the optimizer steps whose loss or gradient is not finite, instead of stopping; a
-            hundred of them in a row stop the run nevertheless.
+            hundred of them in a row still stop the run.
         compile: run the model through `torch.compile`: a minute or so at the start, faster steps afterwards.
 
     Gradient clipping (`trainer.gradient_clip_val`) measures gradients as autograd gives them.  For a constrained block this
@@ -172,20 +177,13 @@ class Classifier(L.LightningModule):
             self._scheduler_config(made)
 
         top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
-        metrics = MetricCollection(
-            {
-                key: MulticlassAccuracy(num_classes, average="micro", top_k=k, validate_args=False)
-                for key, k in top.items()
-            }
-        )
-        self.train_loss = Mean()
-        self.train_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
+        metrics = MetricCollection({key: accuracy(top_k=k) for key, k in top.items()})
+        self.train_loss, self.train_accuracy = Mean(), accuracy()
         self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
         self.steps = FiniteSteps(skip_nonfinite)
         self._compile = compile
-        self.classes: list[str] | None = (
-            None  # the names of the classes it was trained on, where they are known
-        )
+        self.classes: list[str] | None = None  # the names of those it was trained on, where they are known
         self.new_seed = False  # whether a resumed run takes this process's seed instead of the checkpoint's
         self._seed: int | None = None
         self._means: dict[str, Any] = {}  # of the epoch that a resumed run is in
@@ -221,9 +219,12 @@ class Classifier(L.LightningModule):
         if isinstance(self.trainer.precision_plugin, DoublePrecision):
             self.double()  # Lightning converts after a checkpoint is loaded, which would round it to float32
             if stage == "fit":
-                put_on_manifold(self.model)  # to the precision of float64
+                project_(self.model)  # to the precision of float64
+        device = self.trainer.strategy.root_device
+        if device.type == "cpu" and str(self.trainer.precision).startswith("bf16"):
+            write_out_attention(self.model)
         if self._compile and stage == "fit":
-            compile_model(self.model, self.trainer.strategy.root_device)
+            compile_model(self.model, device)
             self._compile = False  # once
 
     def check_data(self, data: Any) -> None:
@@ -236,8 +237,8 @@ class Classifier(L.LightningModule):
         )
 
     @torch.no_grad()
-    def check_pictures(self, data: Any) -> None:
-        """Raise ValueError where the data's pictures are not such that the model takes them."""
+    def check_images(self, data: Any) -> None:
+        """Raise ValueError where the model does not take images of the data's size and channels."""
         if not hasattr(data, "image_size"):
             return
         channels, size, was_training = data.channels, data.image_size, self.model.training
@@ -245,7 +246,7 @@ class Classifier(L.LightningModule):
             self.model.eval()(next(self.model.parameters()).new_zeros(1, channels, size, size))
         except (RuntimeError, AssertionError) as error:
             raise ValueError(
-                f"Classifier: {self.hparams['name']} does not take pictures of {channels}×{size}×{size} "
+                f"Classifier: {self.hparams['name']} does not take images of {channels}×{size}×{size} "
                 f"({' '.join(str(error).split())}); set model.model_kwargs to {{in_chans: {channels}, img_size: {size}}}"
             ) from error
         finally:
@@ -263,9 +264,18 @@ class Classifier(L.LightningModule):
         classes = labels if labels.dim() == 1 else labels.argmax(1)  # probabilities, with mixup or cutmix
         self.steps.saw(Seen(batch_idx, loss.detach(), logits.detach(), classes))
         self.log("train/loss_step", loss)
+        self._log_means()
+        return loss
+
+    def _log_means(self) -> None:
+        """Log the means of the epoch, which are computed at its end."""
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
-        return loss
+
+    def _log_skipped(self) -> None:
+        if self.steps.skip:
+            skipped = float(self.steps.skipped)
+            self.log("train/skipped_steps", skipped, on_step=False, on_epoch=True, reduce_fx="max")
 
     def _logits(self, images: Tensor) -> Tensor:
         """At least in float32, for the loss to have the precision of its mean."""
@@ -285,9 +295,7 @@ class Classifier(L.LightningModule):
         for seen in self.steps.run(self, step):
             self.train_loss.update(seen.loss, len(seen.labels))
             self.train_accuracy.update(seen.logits, seen.labels)
-        if self.steps.skip:
-            count = float(self.steps.skipped)
-            self.log("train/skipped_steps", count, on_step=False, on_epoch=True, reduce_fx="max")
+        self._log_skipped()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val/loss", self.val_metrics)
@@ -299,7 +307,7 @@ class Classifier(L.LightningModule):
         """Update and log the metrics; returns the logits."""
         images, labels = batch
         logits = self._logits(images)
-        if len(labels):  # a rank may have none left, and has its part in the mean nevertheless
+        if len(labels):  # a rank may have none left, but takes part in the mean
             metrics.update(logits, labels)
         loss = F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
         self.log(loss_name, loss, batch_size=len(labels), sync_dist=True)
@@ -393,7 +401,7 @@ class Classifier(L.LightningModule):
                 f"the scheduler watches {watched}, and there is no validation; set trainer.limit_val_batches, or take "
                 "another scheduler",
             )
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # the first step may be left out, without a warning
+        expect_no_first_step(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": schedule | {"name": "lr"}}  # what its curve is called
 
     def _warmup_cosine(self) -> Callable[[int], float]:
@@ -403,8 +411,7 @@ class Classifier(L.LightningModule):
             math.isfinite(total),
             "the schedule needs to know its end: set trainer.max_epochs or trainer.max_steps",
         )
-        self.trainer.fit_loop.setup_data()  # which says how long an epoch is
-        an_epoch = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        an_epoch = math.ceil(batches_per_epoch(self.trainer) / self.trainer.accumulate_grad_batches)
         warmup = min(round(self.warmup_epochs * an_epoch), int(total))
         return lambda step: warmup_cosine(step, warmup=warmup, total=int(total))
 
@@ -416,9 +423,7 @@ class Classifier(L.LightningModule):
             raise ValueError(f"Classifier: scheduler: {error}") from error
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        if (
-            getattr(scheduler, "watches", None) is None
-        ):  # those that watch a metric wait for the end of the epoch
+        if getattr(scheduler, "watches", None) is None:  # the others wait for the end of the epoch
             scheduler.step()
 
     def _watching(self) -> list[Adapted]:
@@ -444,21 +449,16 @@ class Classifier(L.LightningModule):
 
     def on_train_start(self) -> None:
         self._restore_means()
-        self._count_epochs_once()
+        count_finished_epoch_once(self.trainer)
+        if begins_with_validation(self.trainer):  # maybe that of an epoch without further batches
+            self._log_means()
+            self._log_skipped()
 
     def _restore_means(self) -> None:
         """Only now: `bf16-true` would have rounded them."""
         for name, states in self._means.items():
             restore(getattr(self, name), states, self.global_rank, self.trainer.world_size)
         self._means = {}
-
-    def _count_epochs_once(self) -> None:
-        """Where a run is measured in steps, Lightning runs an epoch that was finished once more, without batches."""
-        loop = self.trainer.fit_loop
-        if loop.restarted_on_epoch_end:
-            for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
-                epochs.processed -= 1  # type: ignore[attr-defined]  # so that it is counted once
-            loop.epoch_loop._batches_that_stepped -= 1
 
     def on_train_epoch_start(self) -> None:
         """Not called where a run continues within an epoch, whose means go on."""
@@ -480,10 +480,9 @@ class Classifier(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trainer, source = self._trainer, "the checkpoint"
-        data = getattr(trainer, "datamodule", None)
-        if trainer is not None and trainer.ckpt_path:
-            source = str(trainer.ckpt_path)
+        trainer = self._attached_trainer()
+        data, path = getattr(trainer, "datamodule", None), getattr(trainer, "ckpt_path", None)
+        source = str(path or "the checkpoint")
         self.check_checkpoint(checkpoint, source, data)
         saved = checkpoint.get("ortho_vit") or {}
         self.classes = stored_classes(checkpoint) or self.classes
@@ -499,6 +498,12 @@ class Classifier(L.LightningModule):
             self._means = saved.get("means", {})
             if "steps" in saved:
                 self.steps.load_state_dict(saved["steps"])
+
+    def _attached_trainer(self) -> L.Trainer | None:
+        try:
+            return self.trainer
+        except RuntimeError:  # loaded from a checkpoint, to be used without one
+            return None
 
     def check_checkpoint(self, checkpoint: dict[str, Any], source: str, data: Any = None) -> None:
         """Raise ValueError for weights or a momentum that no run of ours has written, or classes that `data` lacks."""
@@ -558,9 +563,18 @@ def check_classes(trained: Sequence[str] | None, data: Any, source: str) -> None
             f"its class {label} is {trained[label]!r}, but that of {type(data).__name__} is {names[label]!r}"
         )
     raise ValueError(
-        f"{source} is of other classes: {difference}; give data whose classes have the same names in the same order, or "
-        "train a new run that starts from these weights"
+        f"{source} is of other classes: {difference}; give data whose classes have the same names in the same order"
+        f"{_renaming(trained, names, data)}, or train a new run that starts from these weights"
     )
+
+
+def _renaming(trained: Sequence[str], names: Sequence[str], data: Any) -> str:
+    """The option that renames a class, where the data has it."""
+    ours, theirs = [x for x in names if x not in trained], [x for x in trained if x not in names]
+    if not (ours and theirs and hasattr(data, "class_names")):
+        return ""
+    folder = next((key for key, name in data.class_names.items() if name == ours[0]), ours[0])
+    return f", rename some with --data.class_names '{{{folder}: {theirs[0]}}}'"
 
 
 def keeps_manifold(run: Any) -> bool:

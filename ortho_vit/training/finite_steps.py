@@ -1,12 +1,13 @@
 """Steps that are not finite: a loss or gradient that is nan or inf stops the run, or is left out of it.
 
 This is decided once for each optimizer step, after the backward pass of its last batch and before clipping, and by all
-processes alike; whether a signal has asked the run to stop is part of the same reduction.  A step that is left out
-changes no weight, no state of the optimizer and no statistics of the model; it has a number as any other, so the
-learning rate goes on.  Where batches are accumulated, all of the step is left out.
+processes alike; whether a signal has asked the run to stop is part of the same reduction.  The norms are passed on to the
+optimizer, if it is one of this package, which would compute them again otherwise.  A step that is left out changes no
+weight, no state of the optimizer and no statistics of the model; it has a number as any other, so the learning rate goes
+on.  Where batches are accumulated, all of the step is left out.
 
 Under `16-mixed` an infinite gradient is how the scale of the loss is found.  That is left to the scaler, which leaves
-out such steps by itself, and only the loss is looked at.
+out such steps by itself; only the loss is checked here.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ortho_vit.errors import DivergedError
-from ortho_vit.optim.base import all_finite
+from ortho_vit.optim.base import StiefelOptimizer, all_finite, norms_of
 from ortho_vit.training.ranks import gathered, largest
 from ortho_vit.training.stopping import signals
 
@@ -61,8 +62,8 @@ class FiniteSteps:
     def run(self, module: L.LightningModule, step: Callable[[], None]) -> list[Seen]:
         """Make the step for the batches seen, if it is finite; those of them whose loss is finite."""
         seen, scaler = self._seen, getattr(module.trainer.precision_plugin, "scaler", None)
-        gradients = [] if scaler else [p.grad for p in module.parameters() if p.grad is not None]
-        finite = all_finite([*(s.loss for s in seen), *gradients])
+        losses = [s.loss for s in seen]
+        finite = all_finite(losses) if scaler else _look(losses, module)
         bad, signals.agreed = largest(module.trainer, not finite, signals.received)
         if not bad:
             scale = scaler.get_scale() if scaler else 0.0
@@ -81,7 +82,7 @@ class FiniteSteps:
         problem = _problem(module, seen)
         if not self.skip:
             raise DivergedError(
-                f"{problem}; nothing was changed, the last checkpoint is good: lower the learning rate or mend the "
+                f"{problem}; nothing was changed, the last checkpoint is good: lower the learning rate or correct the "
                 "data, or leave out such steps with --model.skip_nonfinite true"
             )
         self.skipped += 1
@@ -94,8 +95,8 @@ class FiniteSteps:
         self.in_a_row += 1
         if self.in_a_row >= PATIENCE:
             raise DivergedError(
-                f"{problem}, as in all of the last {PATIENCE} steps, so leaving them out is no cure; "
-                "the weights are as they were before: lower the learning rate or mend the data"
+                f"{problem}, as in all of the last {PATIENCE} steps, so leaving them out does not help; "
+                "the weights are as they were before: lower the learning rate or correct the data"
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -103,6 +104,17 @@ class FiniteSteps:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+
+
+def _look(losses: list[Tensor], module: L.LightningModule) -> bool:
+    """Whether losses and gradients are finite; the optimizer is told the norms."""
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    tensors = [*losses, *(p.grad for p in parameters if p.grad is not None)]
+    norms = norms_of(tensors)
+    for optimizer in module.trainer.optimizers:
+        if isinstance(optimizer, StiefelOptimizer):
+            optimizer.known_norms = dict(zip(parameters, norms[len(losses) :], strict=True))
+    return all_finite(tensors, norms)
 
 
 def _problem(module: L.LightningModule, seen: list[Seen]) -> str:

@@ -1,29 +1,36 @@
-"""Pictures for TensorBoard: where the class token looks, and how orthogonal the attention weights are."""
+"""Images for TensorBoard: where the class token looks, and how orthogonal the attention weights are."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from ortho_vit.parameter import stiefel_parameters
+from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CELL = 1.4  # inches, of an image or an attention map
+MOST_BLOCKS = 12  # for which there is a column
+WIDEST = 4  # Gram matrices in a row
 
 
 class AttentionImages(Callback):
     """Draws attention maps and Gram matrices every few epochs.
 
-    `attention/maps` has one row for each of a few validation pictures: the picture, then the attention of the class
-    token in every block, averaged over heads.  `gram/<parameter>` is |W Wᵀ| of the constrained rows: the identity on
-    the diagonal blocks that are orthonormal, and elsewhere how much heads overlap.
+    `attention/maps` has one row for each of a few validation images: the image, then the attention of the class token in
+    every block, averaged over heads.  `attention/gram` has |W Wᵀ| of the constrained rows of each parameter: the identity
+    on the diagonal blocks that are orthonormal, and elsewhere how much heads overlap.
 
     Args:
         every_n_epochs: how often; 0 for never.
-        pictures: how many pictures to draw maps of.
+        pictures: how many images to draw maps of.
     """
 
     def __init__(self, every_n_epochs: int = 10, pictures: int = 4) -> None:
@@ -34,17 +41,16 @@ class AttentionImages(Callback):
             )
         self.every_n_epochs, self.pictures = every_n_epochs, pictures
         self._images: Tensor | None = None
+        self._labels: list[str] = []
 
     def on_validation_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         if batch_idx == 0:
+            names = getattr(getattr(trainer, "datamodule", None), "classes", None)
+            labels = batch[1][: self.pictures].tolist()
             self._images = batch[0][: self.pictures]
+            self._labels = [str(names[label] if names else label) for label in labels]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logger = trainer.logger
@@ -54,47 +60,86 @@ class AttentionImages(Callback):
             or not isinstance(logger, TensorBoardLogger)
         ):
             return
-        for name, parameter in stiefel_parameters(pl_module):
-            logger.experiment.add_image(f"gram/{name}", gram_image(parameter), trainer.global_step)
+        grams = {name: gram_matrix(parameter) for name, parameter in stiefel_parameters(pl_module)}
+        if grams:
+            logger.experiment.add_figure("attention/gram", draw_grams(grams), trainer.global_step)
         if self._images is not None:
-            maps = attention_images(pl_module.model, self._images)  # type: ignore[arg-type]
+            maps = attention_maps(pl_module.model, self._images)  # type: ignore[arg-type]
             if maps is not None:
-                logger.experiment.add_image("attention/maps", maps, trainer.global_step)
+                figure = draw_maps(self._images, maps, self._labels)
+                logger.experiment.add_figure("attention/maps", figure, trainer.global_step)
 
 
-def gram_image(parameter: Tensor) -> Tensor:
-    """|W Wᵀ| of the constrained rows as a grey image (1, rows, rows), white for 1."""
+def gram_matrix(parameter: StiefelParameter) -> Tensor:
+    """|W Wᵀ| of the constrained rows, (rows, rows), at most 1."""
     W = parameter.detach().flatten(0, -3) if parameter.ndim > 2 else parameter.detach()[None]
-    W = W[0, : parameter.rows].float()  # type: ignore[attr-defined]
-    W = W.mT if W.shape[0] // parameter.blocks > W.shape[1] else W  # type: ignore[attr-defined]
-    return (W @ W.mT).abs().clamp(max=1)[None].cpu()
+    W = W[0, : parameter.rows].float()
+    W = W.mT if W.shape[0] // parameter.blocks > W.shape[1] else W
+    return (W @ W.mT).abs().clamp(max=1).cpu()
 
 
 @torch.no_grad()
-def attention_images(model: nn.Module, images: Tensor) -> Tensor | None:
-    """One row a picture: the picture, then the class token's attention in each block; None without a class token."""
+def attention_maps(model: nn.Module, images: Tensor) -> Tensor | None:
+    """The class token's attention (images, blocks, side, side), mean over heads; None where there is no such map."""
     if not getattr(model, "num_prefix_tokens", 0):
         return None
     training = model.training
     with recorded_attention(model) as record:
         model.eval()(images)
     model.train(training)
-    height, width = images.shape[-2:]
-    rows = (images - images.amin((-3, -2, -1), keepdim=True)).float()
-    rows = rows / rows.amax((-3, -2, -1), keepdim=True).clamp_min(1e-12)
-    tiles = [rows.expand(-1, 3, -1, -1)]
-    for attention in record:  # (B, heads, N, N)
-        looks = attention[:, :, 0, model.num_prefix_tokens :].mean(1).float()
-        side = int(looks.shape[-1] ** 0.5)
-        if side * side != looks.shape[-1]:
-            return None
-        looks = (looks / looks.amax(-1, keepdim=True)).view(-1, 1, side, side)
-        tiles.append(F.interpolate(looks, (height, width)).expand(-1, 3, -1, -1))
-    if len(tiles) == 1:
+    looks = [attention[:, :, 0, model.num_prefix_tokens :].mean(1).float() for attention in record]
+    side = math.isqrt(looks[0].shape[-1]) if looks else 0
+    if not looks or any(each.shape[-1] != side * side for each in looks):
         return None
-    return torch.cat(
-        [F.pad(torch.cat(tiles, -1), (0, 0, 0, 2), value=1.0)[i] for i in range(len(images))], -2
-    ).cpu()
+    return torch.stack(looks, 1).unflatten(-1, (side, side)).cpu()
+
+
+def draw_maps(images: Tensor, maps: Tensor, labels: Sequence[str]) -> "Figure":
+    """One row per image: itself, then its maps, each from black for no attention to white for the most."""
+    from matplotlib.figure import Figure
+
+    blocks = [
+        round(i) for i in torch.linspace(0, maps.shape[1] - 1, min(MOST_BLOCKS, maps.shape[1])).tolist()
+    ]
+    size = (CELL * (len(blocks) + 1), CELL * len(images) + 0.3)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(images), len(blocks) + 1, squeeze=False)
+    for row, image, looks, label in zip(axes, images.float().cpu(), maps, labels, strict=True):
+        pixels = image if len(image) in (1, 3) else image[:1]
+        pixels = pixels - pixels.amin()
+        pixels = (pixels / pixels.amax().clamp_min(1e-12)).expand(3, -1, -1)
+        row[0].imshow(pixels.permute(1, 2, 0).numpy())
+        row[0].set_ylabel(label, fontsize=9)
+        for axis, block in zip(row[1:], blocks, strict=True):
+            axis.imshow(looks[block].numpy(), cmap="gray", vmin=0)
+    for axis, title in zip(axes[0], ["image", *(f"block {block + 1}" for block in blocks)], strict=True):
+        axis.set_title(title, fontsize=9)
+    _without_ticks(figure)
+    return figure
+
+
+def draw_grams(grams: Mapping[str, Tensor]) -> "Figure":
+    """|W Wᵀ| of each parameter under its name, on one scale from 0 to 1."""
+    from matplotlib.figure import Figure
+
+    columns = min(WIDEST, len(grams))
+    rows = math.ceil(len(grams) / columns)
+    figure = Figure(figsize=(2.6 * columns + 0.6, 2.8 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(grams) :]:
+        axis.set_axis_off()
+    for axis, (name, gram) in zip(axes.flat, grams.items(), strict=False):
+        shown = axis.imshow(gram.numpy(), cmap="gray", vmin=0, vmax=1)
+        axis.set_title(name.removeprefix("model."), fontsize=8)
+    _without_ticks(figure)
+    figure.colorbar(shown, ax=axes, label="|W Wᵀ|", shrink=0.6)
+    return figure
+
+
+def _without_ticks(figure: "Figure") -> None:
+    for axis in figure.axes:
+        axis.set_xticks([])
+        axis.set_yticks([])
 
 
 @contextlib.contextmanager

@@ -1,27 +1,29 @@
-"""What is watched, averaged and written down during a run."""
+"""Callbacks that measure orthogonality and average weights during a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import WeightAveraging as LightningWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_avg_fn
 
 from ortho_vit.errors import DivergedError
-from ortho_vit.parameter import StiefelParameter, stiefel_parameters
-from ortho_vit.stiefel import nan_first, orthogonality_error, polar
+from ortho_vit.parameter import project_, stiefel_parameters
+from ortho_vit.stiefel import nan_first, orthogonality_error
+from ortho_vit.training.lightning_internals import averaged_model, set_callback_metric
 
 
 class OrthogonalityMonitor(Callback):
     """Measures every constrained parameter, logs what it finds, and stops the run when one has left the manifold.
 
-    Logged are `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|; `tangency/<parameter>`, the largest ‖X Uᵀ‖/‖U‖
-    of the momentum U, where the optimizer has one; and the largest of each, `orthogonality` and `tangency`.
+    Logged are `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|, and the largest of these, `orthogonality`.
 
     Args:
-        every_n_steps: how often to measure; besides, at the end of each epoch.
+        every_n_steps: how often to measure; it is also measured at the end of each epoch.
         threshold: the largest error that is tolerated, beyond what rounding to the parameter's precision makes; null
             for optimizers that do not claim to stay on the manifold.
     """
@@ -50,8 +52,8 @@ class OrthogonalityMonitor(Callback):
         values = {f"orthogonality/{name}": value for name, value in errors.items()}
         values["orthogonality"] = max(errors.values(), key=nan_first)
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        trainer.callback_metrics["orthogonality"] = torch.tensor(values["orthogonality"])
+            logger.log_metrics(values, step=trainer.global_step)
+        set_callback_metric(trainer, "orthogonality", torch.tensor(values["orthogonality"]))
         if self.threshold is None:
             return
         excess = {name: errors[name] - rounding_error(p.dtype) for name, p in parameters.items()}
@@ -72,7 +74,7 @@ def rounding_error(dtype: torch.dtype) -> float:
     return 2 * u + u * u
 
 
-class WeightAveraging(EMAWeightAveraging):
+class WeightAveraging(LightningWeightAveraging):
     """An average of the weights, by default an exponential moving one, which is validated, saved and kept at the end.
 
     The mean of orthonormal matrices is not orthonormal, so each constrained block of the average is replaced by its
@@ -89,24 +91,29 @@ class WeightAveraging(EMAWeightAveraging):
             raise ValueError(f"WeightAveraging: decay must be in [0, 1) or null, got {decay}")
         if every_n_steps < 1:
             raise ValueError(f"WeightAveraging: every_n_steps must be at least 1, got {every_n_steps}")
-        super().__init__(
-            decay=decay or 0.0, update_every_n_steps=every_n_steps, update_starting_at_step=start_step
-        )
-        if decay is None:
-            del self._kwargs["avg_fn"]  # torch's own is the equally weighted mean
+        # torch's default: equal weights
+        weighing = {} if decay is None else {"avg_fn": get_ema_avg_fn(decay)}
+        super().__init__(**weighing)
+        self.every_n_steps, self.start_step = every_n_steps, start_step
+        self._updated = False
         self._current: list[Tensor] = []  # the weights, while the average is validated in their place
 
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        self._updated = (
+            step_idx is not None and step_idx >= self.start_step and step_idx % self.every_n_steps == 0
+        )
+        return self._updated
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        assert self._average_model is not None
-        if trainer.global_step <= (self.update_starting_at_step or 0):
-            self._average_model.n_averaged.zero_()  # of none so far: the next update takes the weights as they are
-            self._average_model.update_parameters(pl_module)
-            self._average_model.n_averaged.zero_()
+        average, self._updated = averaged_model(self), False
+        if trainer.global_step <= self.start_step:
+            average.n_averaged.zero_()  # an average of no weights: an update copies the current ones
+            average.update_parameters(pl_module)
+            average.n_averaged.zero_()
             return
-        before = self._latest_update_step
         super().on_train_batch_end(trainer, pl_module, *args)
-        if self._latest_update_step != before:
-            put_on_manifold(self._average_model.module)
+        if self._updated:
+            project_(average.module)
 
     # Lightning's callback swaps and restores whatever the trainer runs, so that after `fit` the same trainer would test
     # the weights that were not averaged; and a swap with bfloat16 weights rounds the average, which is float32.
@@ -114,13 +121,20 @@ class WeightAveraging(EMAWeightAveraging):
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._current = [tensor.detach().clone() for tensor in _tensors(pl_module)]
-            self._copy_average_to_current(pl_module)
+            _copy(_tensors(averaged_model(self).module), pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            for tensor, current in zip(_tensors(pl_module), self._current, strict=True):
-                tensor.data.copy_(current)
+            _copy(self._current, pl_module)
             self._current = []
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._current:  # a run that is stopped within a validation, and does not go on with it
+            _copy(self._current, pl_module)  # of which checkpoint["state_dict"] is a view
+            self._current = []
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -135,9 +149,6 @@ def _tensors(module: torch.nn.Module) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def put_on_manifold(module: torch.nn.Module) -> None:
-    """Replace every constrained block by its polar factor."""
-    for parameter in module.parameters():
-        if isinstance(parameter, StiefelParameter):
-            X = parameter.matrices()
-            X.copy_(polar(X))
+def _copy(source: Iterable[Tensor], target: torch.nn.Module) -> None:
+    for new, tensor in zip(source, _tensors(target), strict=True):
+        tensor.copy_(new)

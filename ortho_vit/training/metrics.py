@@ -1,15 +1,14 @@
 """The means of an epoch, and as part of a checkpoint those of an epoch that is not over yet.
 
-Every process has seen other pictures and so has its own; a run that is resumed with as many processes gives each of
+Every process has seen other images and so has its own; a run that is resumed with as many processes gives each of
 them its own back, and the means end with the same bits.  With another number of processes the first one gets the sums.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from ortho_vit.training.lightning_internals import restore_metric
 from ortho_vit.training.ranks import gathered
 
 State = dict[str, Tensor]
@@ -36,16 +35,13 @@ class Mean(Metric):
 
 def state_of(metric: Metric) -> list[State]:
     """The state of a metric whose parts are sums, by rank; all processes must call this."""
-    parts = {name: getattr(metric, name).cpu().clone() for name in metric._defaults}
-    return gathered(parts | {"count": torch.tensor(metric._update_count)})
+    parts = {name: value.cpu().clone() for name, value in metric.metric_state.items()}  # type: ignore[union-attr]
+    return gathered(parts | {"count": torch.tensor(metric.update_count)})
 
 
-def restore(metric: Any, states: list[State], rank: int, world_size: int) -> None:
+def restore(metric: Metric, states: list[State], rank: int, world_size: int) -> None:
     if len(states) != world_size:
         total = {name: torch.stack([state[name] for state in states]).sum(0) for name in states[0]}
         empty = {name: torch.zeros_like(value) for name, value in total.items()}
         states = [total, *[empty] * (world_size - 1)]
-    mine = states[rank]
-    metric._update_count = int(mine["count"])
-    for name in metric._defaults:
-        setattr(metric, name, mine[name].to(metric.device, copy=True))
+    restore_metric(metric, states[rank], int(states[rank]["count"]))

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from ortho_vit.files import complete, partial_file
+
+DEFAULT = "predictions.csv"
 STANDARD_OUTPUT = "-"
 PREVIEW = 10  # rows
 MOST_NAMED = 40  # classes whose names fit beside a confusion matrix
@@ -29,7 +33,8 @@ class PredictionWriter(Callback):
 
     Args:
         path: the file.  With the extension `.jsonl` each line is a JSON object, otherwise it is CSV; `-` writes CSV to the
-            standard output.
+            standard output.  By default `predictions.csv`, of which an earlier one is kept as `predictions-1.csv`, and so
+            on.
         top_k: how many classes to name, the most probable first.
         probabilities: add the probability of every class.
         overwrite: replace a file that exists.
@@ -37,14 +42,15 @@ class PredictionWriter(Callback):
 
     def __init__(
         self,
-        path: str = "predictions.csv",
+        path: str | None = None,
         top_k: int = 1,
         probabilities: bool = False,
         overwrite: bool = False,
     ) -> None:
         if top_k < 1:
             raise ValueError(f"PredictionWriter: top_k must be at least 1, got {top_k}")
-        self.path, self.top_k, self.probabilities, self.overwrite = path, top_k, probabilities, overwrite
+        self.path, self.keep_earlier = path or DEFAULT, path is None and not overwrite
+        self.top_k, self.probabilities, self.overwrite = top_k, probabilities, overwrite
         self.target: Path | None = None  # None for the standard output
         self.count = 0
         self.preview: list[list[str]] = []  # file, class and probability of the first images
@@ -67,7 +73,7 @@ class PredictionWriter(Callback):
         target = Path(self.path)
         if rank:
             target = target.with_stem(f"{target.stem}-{rank}")
-        if target.exists() and not self.overwrite:
+        if target.exists() and not (self.overwrite or self.keep_earlier):
             raise FileExistsError(
                 f"{target} is there already; nothing was overwritten, choose another --predictions.path "
                 "or add --predictions.overwrite true"
@@ -80,13 +86,15 @@ class PredictionWriter(Callback):
     def _partial(self) -> Path:
         """The file until it is complete."""
         assert self.target is not None
-        return self.target.with_name(f".{self.target.name}.partial")
+        return partial_file(self.target)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.count:
             self._write(self._format([]))
         if self.target is not None:
-            self._partial.replace(self.target)
+            if self.keep_earlier and self.target.exists():
+                self.target.rename(_free_name(self.target))
+            complete(self._partial, self.target)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -95,19 +103,13 @@ class PredictionWriter(Callback):
             self._partial.unlink(missing_ok=True)
 
     def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any
     ) -> None:
         names, probabilities = outputs
         rows = list(zip(map(str, names), probabilities.tolist(), strict=True))
         self._write(self._format(rows))
         for file, row in rows[: PREVIEW - len(self.preview)]:
-            (label, probability), *_ = self._top(row)
+            label, probability = self._top(row)[0]
             self.preview.append([_printable(file), label, f"{probability:.1%}"])
         self.count += len(rows)
 
@@ -165,6 +167,12 @@ class PredictionWriter(Callback):
         return "".join(lines)
 
 
+def _free_name(path: Path) -> Path:
+    """`path` with the lowest number that no file has."""
+    candidates = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
 def _printable(name: str) -> str:
     """A file name with what is not UTF-8 replaced."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -195,13 +203,7 @@ class PerClass(Callback):
         self.matrix = torch.zeros(n, n, dtype=torch.long, device=pl_module.device)
 
     def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         if self.matrix is not None:
             n, labels = len(self.matrix), batch[1]

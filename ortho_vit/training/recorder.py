@@ -8,9 +8,6 @@ A run whose loss, gradient or step is no longer finite, or that left the manifol
 a result, with its step and reason; any other error leaves no `result.json`.
 """
 
-import json
-import math
-import os
 import platform
 import re
 import time
@@ -23,8 +20,10 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from ortho_vit.errors import DivergedError
+from ortho_vit.files import finite_or_none, write_json
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
+from ortho_vit.training.attention_statistics import AttentionStatistics
 from ortho_vit.training.checkpointing import is_trial
 from ortho_vit.training.reporting import learning_rate
 
@@ -36,9 +35,15 @@ class Recorder(Callback):
 
     The test set is evaluated after every epoch for the curve, and nothing is chosen by it.  `seconds` is the time spent
     training, without those evaluations, over all the parts of a run that was resumed.
+
+    Args:
+        every_n_epochs: how often to evaluate the test set, apart from the end.  Other points of the curve do without.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        if every_n_epochs < 1:
+            raise ValueError(f"Recorder: every_n_epochs must be at least 1, got {every_n_epochs}")
+        self.every_n_epochs = every_n_epochs
         self.curve: list[dict[str, Any]] = []
         self.seconds = self.evaluation_seconds = 0.0
         self.folder: Path | None = None
@@ -64,20 +69,30 @@ class Recorder(Callback):
         if self.curve and self.curve[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
             return
         metrics = trainer.callback_metrics
-        point = {
+        point: dict[str, Any] = {
             "epoch": trainer.current_epoch + 1,
             "step": trainer.global_step,
             "train_loss": finite_or_none(metrics.get("train/loss")),
             "train_accuracy": finite_or_none(metrics.get("train/accuracy")),
-            **evaluate(trainer, pl_module),
+            "val_accuracy": finite_or_none(metrics.get("val/accuracy")),
+            **self._test(trainer, pl_module),
             "orthogonality": _orthogonality(pl_module),
             "lr": learning_rate(trainer),
             "seconds": round(self.seconds, 2),
         }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, AttentionStatistics):
+                point["attention"] = callback.latest
         self.curve.append(point)
         self.evaluation_seconds += time.monotonic() - self._mark
         self._mark = time.monotonic()
         self._write_progress(trainer)
+
+    def _test(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
+        epoch = trainer.current_epoch + 1
+        if epoch % self.every_n_epochs and epoch != trainer.max_epochs:
+            return {"test_loss": None, "test_accuracy": None}
+        return evaluate(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
@@ -144,22 +159,6 @@ def evaluate(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, floa
         count += len(labels)
     pl_module.train()
     return {"test_loss": finite_or_none(loss / count), "test_accuracy": correct / count}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all: beside the target first, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def finite_or_none(value: Any) -> float | None:
-    """JSON has no NaN and no infinity: null stands for both."""
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _orthogonality(pl_module: L.LightningModule) -> float | None:

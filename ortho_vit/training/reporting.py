@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import math
 import sys
 import threading
 import time
@@ -12,13 +13,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
-from ortho_vit import optim
+from ortho_vit.optim.audit import audit
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.training.checkpointing import is_trial
 
@@ -88,7 +89,8 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
         "learning rate": ("lr",),
     }
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        for name in names:
+        # Told apart by colour-blind readers
+        for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
             points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
             if points:
                 marker = "o" if len(points) == 1 else None
@@ -96,11 +98,15 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
                     *zip(*points, strict=True),
                     label=name.split("/")[0] if "/" in name else None,
                     marker=marker,
+                    color=colour,
                 )
         axes.set(title=title, xlabel="epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if title == "orthogonality error" and any(row.get("orthogonality", 0) > 0 for row in rows):
-            axes.set_yscale("log")
+        if title == "orthogonality error" and (
+            errors := [x for row in rows if (x := row.get("orthogonality", 0)) > 0]
+        ):
+            whole = 10 ** math.floor(math.log10(min(errors))), 10 ** math.ceil(math.log10(max(errors)))
+            axes.set(yscale="log", ylim=whole if whole[0] < whole[1] else None)  # whole decades
         if len(names) > 1 and axes.lines:
             axes.legend()
         axes.grid(alpha=0.3)
@@ -117,9 +123,12 @@ class TensorBoard(TensorBoardLogger):
             return
         try:
             call(*args, **kwargs)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
+            if not isinstance(cause, OSError):  # which Lightning reports as a value that cannot be logged
+                raise
             self._failed = True
-            reason = error.strerror or str(error)
+            reason = cause.strerror or str(cause)
             rank_zero_warn(
                 f"the run goes on without TensorBoard: its log in {self.log_dir} cannot be written ({reason})"
             )
@@ -155,8 +164,22 @@ def quiet_writer() -> Iterator[None]:
         threading.excepthook = before
 
 
-class DataLine(Callback):
-    """Prints once what data was found, where the data module can describe it."""
+class LearningRates(LearningRateMonitor):
+    """Lightning's curves of the learning rate by step; where there are several groups, also the largest rate, as `lr`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging_interval="step")
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_start(trainer, *args, **kwargs)
+        several, every = len(trainer.optimizers[0].param_groups) > 1, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if several and every and (trainer.global_step + 1) % every == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics({"lr": learning_rate(trainer)}, step=trainer.global_step)
+
+
+class StartLines(Callback):
+    """Prints once what data was found, where the data module can describe it, and what moves by which rule."""
 
     def __init__(self) -> None:
         self._printed = False
@@ -167,6 +190,10 @@ class DataLine(Callback):
             self._printed = True
             piped = stage == "predict" and any(getattr(c, "path", None) == "-" for c in trainer.callbacks)  # type: ignore[attr-defined]
             print(describe_data(), file=sys.stderr if piped else sys.stdout, flush=True)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            print(audit(getattr(pl_module, "model", pl_module), trainer.optimizers).summary, flush=True)
 
 
 class Bar(RichProgressBar):
@@ -246,8 +273,8 @@ def progress_bar() -> ProgressBar:
     return Bar() if sys.stdout.isatty() else EpochLines()
 
 
-def describe(model: torch.nn.Module, name: str, optimizer: Any = None) -> str:
-    """One line on a model: its size, how much of it is constrained, and by which rules an optimizer moves it."""
+def describe(model: torch.nn.Module, name: str) -> str:
+    """One line on a model: its size, and how much of it is constrained."""
     total = sum(p.numel() for p in model.parameters())
     constrained = [p.matrices() for _, p in stiefel_parameters(model)]
     line = f"{name}: {total:,} parameters"
@@ -258,22 +285,7 @@ def describe(model: torch.nn.Module, name: str, optimizer: Any = None) -> str:
         (shape, count), *others = blocks.items()
         line += f", {sum(X.numel() for X in constrained):,} of them in {count} orthonormal blocks of {shape}"
         line += "".join(f", {count} of {shape}" for shape, count in others)
-    return line + (_moved_by(model, optimizer) if optimizer else "")
-
-
-def _moved_by(model: torch.nn.Module, optimizer: Any) -> str:
-    """How many weights are trained by which rule: those of the optimizer's class for constrained and for free ones."""
-    name = str(optimizer["class_path"]).rpartition(".")[2]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    constrained = sum(p.requires_grad for _, p in stiefel_parameters(model))
-    rule = getattr(getattr(optim, name, None), "free_rule", None)
-    if not constrained or rule is None:
-        return f"; {len(trained)} weights trained by {name}"
-    free = type(rule).__name__.removesuffix("Rule") + ("W" if getattr(rule, "decoupled", False) else "")
-    frozen = sum(1 for _ in model.parameters()) - len(trained)
-    return f"; {constrained} of {len(trained)} weights moved by {name}, the rest by {free}" + (
-        f", {frozen} frozen" if frozen else ""
-    )
+    return line
 
 
 def as_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -8,9 +8,8 @@ from timm.scheduler.scheduler import Scheduler as TimmScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-SchedulerFactory = Callable[
-    [Optimizer], LRScheduler | TimmScheduler
-]  # as `class_path` and `init_args` in YAML
+# in YAML `class_path` and `init_args`
+SchedulerFactory = Callable[[Optimizer], LRScheduler | TimmScheduler]
 SCHEDULERS = (LRScheduler, TimmScheduler)
 Interval = Literal["epoch", "step"]
 

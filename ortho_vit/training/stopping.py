@@ -1,22 +1,23 @@
 """SIGTERM and Ctrl-C: a run ends after an optimizer step, in all its processes, with a checkpoint of that step.
 
 During training a signal is only noted.  The processes of a run agree on it in the reduction that each optimizer step
-has anyway (nonfinite.py), so a signal to one of them is enough, and all end after the same step: `Checkpoints` writes
-`last.ckpt`, and `Stopped` is raised before the next batch.  A second Ctrl-C ends the process at once.  At any other
-time there is nothing to save, and `Stopped` is raised wherever the signal arrives.
+has anyway (finite_steps.py), so a signal to one of them is enough, and all end after the same step: `Checkpoints` writes
+`last.ckpt`, and `Stopped` is raised before the next batch.  During validation they agree before each batch; the checkpoint
+is of the step before the validation, which a resumed run begins with.  A second Ctrl-C ends the process at once.  At any
+other time there is nothing to save, and `Stopped` is raised wherever the signal arrives.
 
 Lightning's own handler of SIGTERM starts a broadcast wherever the signal arrives, which the other processes do not
 expect, and ends the run without an exit code; so it is replaced.
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ortho_vit.training.lightning_internals import after_signal_handlers, is_accumulating
 from ortho_vit.training.ranks import largest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -48,6 +50,7 @@ class Signals:
     def __init__(self) -> None:
         self.received = 0  # the number of the signal
         self.agreed = 0  # by all processes of the run
+        self.interrupts_validation = False  # the one that is under way
         self._at_step = False  # whether to wait for the end of an optimizer step
         self._since = 0.0
         self._process = os.getpid()
@@ -75,7 +78,7 @@ class Signals:
 
     def wait_for_step(self, wait: bool) -> None:
         """From now on note signals, instead of raising Stopped at once."""
-        self._at_step = wait
+        self._at_step, self.interrupts_validation = wait, False
         if wait:
             self.received = self.agreed = 0
 
@@ -105,11 +108,10 @@ class StopOnSignal(Callback):
 
     def __init__(self) -> None:
         self._steps = 0
+        self._can_interrupt = False  # this validation
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # private, since there is no hook between this registration and the first barrier of the run
-        connector = trainer._signal_connector
-        connector.register_signal_handlers = partial(_register, connector)  # type: ignore[method-assign]
+        after_signal_handlers(trainer, signals.install)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps = int(trainer.estimated_stepping_batches)
@@ -117,6 +119,23 @@ class StopOnSignal(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if signals.agreed:
+            self._stop(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Not where gradients are being accumulated, nor after the last step: such a run could not be resumed there."""
+        training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        ended = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        self._can_interrupt = (
+            training and not ended and not is_accumulating(trainer) and _have_as_many_batches(trainer)
+        )
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._can_interrupt:
+            (signals.agreed,) = largest(trainer, signals.received)
+            signals.interrupts_validation = bool(signals.agreed)  # `Checkpoints` runs next and saves
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if signals.interrupts_validation:
             self._stop(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -135,6 +154,12 @@ class StopOnSignal(Callback):
         raise Stopped(signals.agreed, trainer.global_step, self._steps)
 
 
-def _register(connector: Any) -> None:
-    type(connector).register_signal_handlers(connector)  # keeps SLURM's requeueing on SIGUSR1
-    signals.install()
+def _have_as_many_batches(trainer: L.Trainer) -> bool:
+    """Whether all processes validate on the same number of batches, so that they can agree before each."""
+    count = sum(trainer.num_val_batches)
+    if trainer.world_size == 1:
+        return True
+    if count == math.inf:
+        return False
+    most, least = largest(trainer, int(count), -int(count))
+    return most == -least

@@ -5,7 +5,6 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -13,8 +12,8 @@ from ortho_vit import create_model, optim, orthogonality_error, stiefel_paramete
 from ortho_vit.stiefel import polar
 from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonitor, WeightAveraging
 from ortho_vit.training.checkpointing import AtomicCheckpointIO
-from ortho_vit.training.images import attention_images, gram_image
-from ortho_vit.training.reporting import EpochLines, describe
+from ortho_vit.training.images import attention_maps, draw_grams, draw_maps, gram_matrix
+from ortho_vit.training.reporting import EpochLines, LearningRates, describe
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 # ------------------------------------------------------------------------------------------- orthogonality
@@ -62,9 +61,21 @@ def test_without_a_threshold_the_monitor_only_tells(tmp_path):
     assert trainer.callback_metrics["orthogonality"] > 1e-3
 
 
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_the_learning_rate_has_one_name_however_many_groups_there_are(tmp_path, layer_decay):
+    logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
+    trainer = make_trainer(tmp_path, LearningRates(), max_epochs=1, logger=logger, log_every_n_steps=2)
+    trainer.fit(make_classifier(layer_decay=layer_decay), datamodule=digits())
+    events = EventAccumulator(str(tmp_path)).Reload()
+    groups = [tag for tag in events.Tags()["scalars"] if tag.startswith("lr/pg")]
+    assert len(groups) == (5 if layer_decay < 1 else 0)
+    values = {event.step: event.value for event in events.Scalars("lr")}
+    assert values == pytest.approx({1: 0.0505, 3: 0.001})  # the cosine's middle and end, in the fastest group
+
+
 def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
     logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
-    callbacks = AttentionImages(every_n_epochs=1), LearningRateMonitor(logging_interval="step")
+    callbacks = AttentionImages(every_n_epochs=1), LearningRates()
     trainer = make_trainer(tmp_path, *callbacks, max_epochs=1, logger=logger, log_every_n_steps=1)
     trainer.fit(make_classifier(), datamodule=digits())
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "scalars": 0})
@@ -75,19 +86,17 @@ def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
         events.Tags()["scalars"]
     )
     assert "lr" in events.Tags()["scalars"]  # whatever the optimizer
-    assert {"attention/maps", f"gram/{layer}"} <= set(events.Tags()["images"])
+    assert {"attention/maps", "attention/gram"} <= set(events.Tags()["images"])
 
 
 # -------------------------------------------------------------------------------------------------- images
 
 
-def test_attention_maps_have_a_row_a_picture_and_a_column_a_block():
+def test_attention_maps_are_those_of_the_class_token_in_each_block():
     model = make_classifier().model
-    assert attention_images(model, torch.rand(3, 1, 8, 8)).shape == (
-        3,
-        3 * (8 + 2),
-        8 * (1 + len(model.blocks)),
-    )
+    maps = attention_maps(model, torch.rand(3, 1, 8, 8))
+    assert maps.shape == (3, len(model.blocks), 2, 2)
+    assert ((maps > 0) & (maps < 1)).all()
     assert all(
         block.attn.fused_attn == make_classifier().model.blocks[0].attn.fused_attn for block in model.blocks
     )
@@ -95,15 +104,25 @@ def test_attention_maps_have_a_row_a_picture_and_a_column_a_block():
 
 def test_attention_maps_need_a_class_token():
     model = make_classifier(model_kwargs={"class_token": False, "global_pool": "avg"}).model
-    assert attention_images(model, torch.rand(1, 1, 8, 8)) is None
+    assert attention_maps(model, torch.rand(1, 1, 8, 8)) is None
 
 
-def test_the_gram_image_has_the_identity_in_each_block():
+def test_maps_are_drawn_with_captions():
+    figure = draw_maps(torch.rand(2, 2, 8, 8), torch.rand(2, 3, 2, 2), ["cat", "dog"])
+    assert [axis.get_title() for axis in figure.axes[:4]] == ["image", "block 1", "block 2", "block 3"]
+    assert [figure.axes[i].get_ylabel() for i in (0, 4)] == ["cat", "dog"]
+    many = draw_maps(torch.rand(1, 3, 8, 8), torch.rand(1, 24, 2, 2), ["cat"])
+    assert [axis.get_title() for axis in many.axes[1:]][0::11] == ["block 1", "block 24"]
+    assert len(many.axes) == 13
+
+
+def test_the_gram_matrix_has_the_identity_in_each_block():
     _, p = next(stiefel_parameters(make_classifier()))
-    image = gram_image(p)[0]
-    rows = p.rows // p.blocks
+    gram, rows = gram_matrix(p), p.rows // p.blocks
     for i in range(0, p.rows, rows):
-        torch.testing.assert_close(image[i : i + rows, i : i + rows], torch.eye(rows), atol=1e-5, rtol=0)
+        torch.testing.assert_close(gram[i : i + rows, i : i + rows], torch.eye(rows), atol=1e-5, rtol=0)
+    figure = draw_grams({f"model.blocks.{i}.attn.qkv.weight": gram for i in range(6)})
+    assert [axis.get_title() for axis in figure.axes[:6]] == [f"blocks.{i}.attn.qkv.weight" for i in range(6)]
 
 
 # ----------------------------------------------------------------------------------------------- averaging

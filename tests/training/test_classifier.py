@@ -142,7 +142,9 @@ def test_hyper_parameters_are_plain_and_restore_the_model(tmp_path):
 
 def test_a_strategy_that_shards_parameters_is_refused():
     model = make_classifier()
-    model.trainer = SimpleNamespace(precision_plugin=None, strategy=ModelParallelStrategy())
+    strategy = ModelParallelStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    model.trainer = SimpleNamespace(precision_plugin=None, precision="32-true", strategy=strategy)
     message = (
         r"ModelParallelStrategy cuts parameters apart, orthonormal blocks too; use trainer\.strategy=ddp"
     )

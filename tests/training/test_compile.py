@@ -1,8 +1,5 @@
 """A compiled model trains as the same model does uncompiled, and is the same to whatever looks into it."""
 
-import ortho_vit  # noqa: F401  (before anything imports torchvision)
-
-# isort: split
 import copy
 import shutil
 import warnings
@@ -14,8 +11,8 @@ import torch
 from timm.models.vision_transformer import Block
 
 from ortho_vit import create_model, orthogonality_error, stiefel_parameters
-from ortho_vit.training.compile import LastBlock, compile_model
-from ortho_vit.training.images import attention_images
+from ortho_vit.training.compile import LastBlock, UncompiledStem, compile_model
+from ortho_vit.training.images import attention_maps
 from tests.helpers.small_run import assert_same_bits, digits, make_classifier, make_trainer
 
 
@@ -66,9 +63,9 @@ def test_its_run_resumes_with_the_same_bits(compiled, tmp_path):
 def test_what_looks_into_it_sees_its_attention(compiled):
     model = copy.deepcopy(compiled[0].model)
     pictures = torch.rand(2, 1, 8, 8)
-    expected = attention_images(model, pictures)
+    expected = attention_maps(model, pictures)
     assert expected is not None
-    torch.testing.assert_close(attention_images(compiled[0].model, pictures), expected)
+    torch.testing.assert_close(attention_maps(compiled[0].model, pictures), expected)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -101,6 +98,28 @@ def test_a_classifier_that_reads_all_tokens_gets_them(kwargs, monkeypatch):
     model = create_model("ortho_vit_digits", depth=1, **kwargs)
     compile_model(model, torch.device("cpu"))
     assert type(model.blocks[-1]) is Block
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch, about its own tracing
+def test_on_a_cpu_a_convolutional_stem_is_not_compiled(monkeypatch):
+    """A backend that only counts sees everything but the convolutions."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model = create_model("ortho_vit_compact", depth=1).eval()
+    images, names = torch.rand(2, 3, 32, 32), list(model.state_dict())
+    expected = model(images)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)
+        compile_model(model, torch.device("cpu"))
+    assert type(model.patch_embed) is UncompiledStem
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(torch.compile(model, dynamic=False, backend=backend)(images), expected)
+    assert any("softmax" in target for target in seen)
+    assert not any("conv" in target for target in seen)
 
 
 def test_without_a_compiler_it_trains_uncompiled_and_says_so(tmp_path, monkeypatch):

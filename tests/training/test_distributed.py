@@ -47,10 +47,10 @@ if __name__ == "__main__":
 BAD_PICTURE = """
 import ortho_vit
 import torch
-from tests.helpers.small_run import BadPicture, digits, make_classifier, make_trainer
+from tests.helpers.small_run import BadImage, digits, make_classifier, make_trainer
 
 
-class OnRankOne(BadPicture):
+class OnRankOne(BadImage):
     def on_train_batch_start(self, trainer, *args):
         if trainer.global_rank == 1:
             super().on_train_batch_start(trainer, *args)

@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ortho_vit.cli.main import main
+from ortho_vit.optim import ProjectedStiefelSGD, StiefelAdam, StiefelSGD, base
+from ortho_vit.optim.base import norms_of
 from ortho_vit.training import Classifier, finite_steps
 from ortho_vit.training.schedule import warmup_cosine
-from tests.helpers.small_run import BadPicture, assert_same_bits, digits, make_classifier, make_trainer
+from tests.helpers.command_line import ONE_EPOCH
+from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_classifier, make_trainer
 
 NAN, INF = float("nan"), float("inf")
 LEFT_OUT = r"step left out, \d+ so far: "
@@ -60,7 +63,7 @@ def listed(samples):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples(tmp_path):
-    trainer = make_trainer(tmp_path, BadPicture((1, 1)), every_n_steps=1)
+    trainer = make_trainer(tmp_path, BadImage((1, 1)), every_n_steps=1)
     samples = samples_of(1, 1)
     assert len(samples) == 32
     message = rf"the loss is nan at step 5 \(epoch 1; batch 1 because of {samples[1]} with samples {listed(samples)}\)"
@@ -105,7 +108,7 @@ def test_all_batches_of_an_accumulated_gradient_are_named(tmp_path):
 
 def test_other_data_is_named_by_the_number_of_its_batch(tmp_path):
     loader = DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.arange(8)), batch_size=4)
-    trainer = make_trainer(tmp_path, BadPicture((0, 1)))
+    trainer = make_trainer(tmp_path, BadImage((0, 1)))
     with pytest.raises(FloatingPointError, match=r"the loss is nan at step 1 \(epoch 0; batch 1\);"):
         trainer.fit(make_classifier(), train_dataloaders=loader, val_dataloaders=loader)
 
@@ -125,13 +128,53 @@ def test_weights_that_overflowed_never_replace_a_good_checkpoint(tmp_path):
     assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("optimizer", [StiefelSGD, StiefelAdam])
+def test_gradients_are_looked_at_once_per_step_with_the_same_bits(tmp_path, monkeypatch, clip, optimizer):
+    looks = []
+
+    def counted(tensors):
+        looks.append(len(tensors))
+        return norms_of(tensors)
+
+    def trained(folder):
+        looks.clear()
+        model = make_classifier(partial(optimizer, lr=0.1))
+        trainer = make_trainer(tmp_path / folder, gradient_clip_val=clip)
+        trainer.callbacks.pop()  # the checkpoints, which look at the weights
+        trainer.fit(model, datamodule=digits())
+        assert set(looks) <= {parameters, parameters + 1}  # the gradients, and the loss
+        return model.state_dict(), len(looks)
+
+    parameters = sum(1 for _ in make_classifier().parameters())
+    monkeypatch.setattr(finite_steps, "norms_of", counted)
+    monkeypatch.setattr(base, "norms_of", counted)
+    weights, count = trained("once")
+    assert count == 8
+    monkeypatch.setattr(
+        optimizer, "known_norms", property(lambda self: {}, lambda self, norms: None), raising=False
+    )
+    again, count = trained("twice")
+    assert count == 16
+    assert_same_bits(weights, again)
+
+
+def test_a_gradient_that_clipping_makes_small_enough_is_not_refused(tmp_path):
+    bad = BadGradient((0, 1), name="blocks.0.attn.qkv.weight", value=1e18)
+    projected = partial(ProjectedStiefelSGD, lr=0.1)
+    with pytest.raises(FloatingPointError, match="too large to be squared"):
+        make_trainer(tmp_path / "refused", bad).fit(make_classifier(projected), datamodule=digits())
+    trainer = make_trainer(tmp_path / "clipped", bad, gradient_clip_val=1.0)
+    trainer.fit(make_classifier(projected), datamodule=digits())
+
+
 # ------------------------------------------------------------------------------------------------ skipping
 
 
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        (BadPicture((0, 0), (1, 1)), "the loss is nan"),
+        (BadImage((0, 0), (1, 1)), "the loss is nan"),
         (BadGradient((0, 0), (1, 1)), "the gradient of .*fc1.weight"),
     ],
     ids=["loss", "gradient"],
@@ -156,7 +199,7 @@ def test_a_step_that_is_left_out_changes_nothing_but_its_number(tmp_path, bad, p
 
 def test_a_step_is_left_out_as_a_whole_where_batches_are_accumulated(tmp_path):
     watch, model = Watch(), make_classifier(skip_nonfinite=True)
-    bad = BadPicture((0, 2))  # the first of the two that make step 1
+    bad = BadImage((0, 2))  # the first of the two that make step 1
     trainer = make_trainer(tmp_path, bad, watch, accumulate_grad_batches=2, max_epochs=1)
     with pytest.warns(
         UserWarning, match=LEFT_OUT + r"the loss is nan at step 1 \(epoch 0; batch 2 because of"
@@ -178,20 +221,20 @@ def test_a_skipped_batch_does_not_reach_the_statistics_of_the_model(tmp_path):
     model = make_classifier(partial(torch.optim.SGD, lr=0.1), constraint=None, skip_nonfinite=True)
     model.model = Normed(model.model)
     with pytest.warns(UserWarning, match=LEFT_OUT):
-        make_trainer(tmp_path, BadPicture((1, 3)), max_epochs=2).fit(model, datamodule=digits())
+        make_trainer(tmp_path, BadImage((1, 3)), max_epochs=2).fit(model, datamodule=digits())
     assert model.model.norm.running_mean.isfinite().all()
     assert model.model.norm.num_batches_tracked == 7
 
 
 def test_skipping_without_end_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(finite_steps, "PATIENCE", 3)
-    bad = BadPicture((0, 0), (0, 2), (0, 3), (1, 0))
+    bad = BadImage((0, 0), (0, 2), (0, 3), (1, 0))
     model = make_classifier(skip_nonfinite=True)
     with (
         pytest.warns(UserWarning, match=LEFT_OUT),
         pytest.raises(
             FloatingPointError,
-            match=r"step 4 .* as in all of the last 3 steps, so leaving them out is no cure",
+            match=r"step 4 .* as in all of the last 3 steps, so leaving them out does not help",
         ),
     ):
         make_trainer(tmp_path, bad).fit(model, datamodule=digits())
@@ -217,10 +260,10 @@ def test_an_infinite_gradient_is_left_to_the_scaler(tmp_path):
 
 def test_a_loss_that_is_not_finite_is_not(tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
-        half(tmp_path / "stopped", BadPicture((0, 2)))
+        half(tmp_path / "stopped", BadImage((0, 2)))
     with pytest.warns(UserWarning, match=LEFT_OUT + "the loss is nan at step 2"):
         model, steps, scale = half(
-            tmp_path / "skipped", BadPicture((0, 2)), model=make_classifier(skip_nonfinite=True)
+            tmp_path / "skipped", BadImage((0, 2)), model=make_classifier(skip_nonfinite=True)
         )
     assert_same_bits(steps[2][:2], steps[1][:2])
     assert (model.steps.skipped, scale) == (1, 2.0**10)
@@ -239,32 +282,18 @@ def test_a_scale_that_only_falls_stops_the_run(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------ the command line
 
 
-COMMAND = """
-model:
-  name: ortho_vit_digits
-  optimizer:
-    class_path: ortho_vit.optim.StiefelSGD
-    init_args: {lr: 0.1}
-data:
-  class_path: ortho_vit.data.Digits
-  init_args: {batch_size: 32, limit: 128}
-trainer: {max_epochs: 1, accelerator: cpu, devices: 1}
-checkpoints: {every_n_steps: 1}
-"""
-
-
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_a_run_that_stopped_goes_on_with_the_step_left_out(tmp_path, monkeypatch, capsys):
     start = Classifier.on_train_batch_start
 
     def spoiled(self, batch, batch_idx):
-        BadPicture((0, 2)).on_train_batch_start(self.trainer, self, batch, batch_idx)
+        BadImage((0, 2)).on_train_batch_start(self.trainer, self, batch, batch_idx)
         start(self, batch, batch_idx)
 
     monkeypatch.setattr(Classifier, "on_train_batch_start", spoiled)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(COMMAND)
-    arguments = ["fit", "--config", "run.yaml"]
+    (tmp_path / "run.yaml").write_text(ONE_EPOCH)
+    arguments = ["fit", "--config", "run.yaml", "--checkpoints.every_n_steps", "1"]
     assert main(arguments) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: the loss is nan at step 2 (epoch 0; batch 2 because of ")

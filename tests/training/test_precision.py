@@ -113,3 +113,11 @@ def test_float64_weights_are_tested_as_they_were_saved(tmp_path):
     trainer.test(model, datamodule=digits(limit=32), ckpt_path=last, verbose=False)
     saved = torch.load(last, weights_only=True)["state_dict"]
     assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "fused"), [("32-true", True), ("bf16-mixed", False), ("bf16-true", False)]
+)
+def test_attention_is_not_fused_in_bfloat16_on_a_cpu(tmp_path, precision, fused):
+    model, _ = fit(tmp_path, precision, max_epochs=1, limit=32)
+    assert {block.attn.fused_attn for block in model.model.blocks} == {fused}

@@ -81,6 +81,24 @@ def test_the_standard_output_holds_the_rows_alone(model, batches, tmp_path, capf
     assert len(lines) == 6
 
 
+def test_without_a_path_the_earlier_predictions_are_kept(model, batches, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = {}
+    for number in range(3):
+        predict(model, batches[number % 2 :], tmp_path, path=None)
+        written[number] = (tmp_path / "predictions.csv").read_text(errors="surrogateescape")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "predictions-1.csv",
+        "predictions-2.csv",
+        "predictions.csv",
+    ]
+    for number, name in enumerate(("predictions-1.csv", "predictions-2.csv", "predictions.csv")):
+        assert (tmp_path / name).read_text(errors="surrogateescape") == written[number]
+    assert written[0] == written[2] != written[1]
+    predict(model, batches, tmp_path, path=None, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_file_is_replaced_only_when_asked_and_only_at_the_end(model, batches, tmp_path, monkeypatch):
     path = tmp_path / "out.csv"
     path.write_text("old")

@@ -102,3 +102,13 @@ def test_json_has_no_nan(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "file.json", {"loss": math.nan})
     assert not (tmp_path / "file.json").exists()
+
+
+def test_the_test_set_is_evaluated_as_often_as_asked_for(tmp_path):
+    make_trainer(tmp_path, recorder := Recorder(every_n_epochs=3), max_epochs=4).fit(
+        make_classifier(), digits()
+    )
+    assert [point["test_accuracy"] is not None for point in recorder.curve] == [False, False, True, True]
+    assert all(0 <= point["val_accuracy"] <= 1 for point in recorder.curve)
+    with pytest.raises(ValueError, match="every_n_epochs must be at least 1, got 0"):
+        Recorder(every_n_epochs=0)

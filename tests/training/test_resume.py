@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -18,9 +17,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from ortho_vit import optim
 from ortho_vit.data import CIFAR10
 from ortho_vit.training import Checkpoints, History, OrthogonalityMonitor, WeightAveraging
-from tests.helpers.small_run import BadPicture, assert_same_bits, digits, make_classifier, write_cifar10
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.helpers.command_line import REPOSITORY
+from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_classifier, write_cifar10
 
 
 class KeepAll(Checkpoints):
@@ -74,7 +72,7 @@ def run(
         trainer = {"plugins": [MixedPrecision(trainer.pop("precision"), "cpu", scaler)]} | trainer
     L.Trainer(
         default_root_dir=folder,
-        callbacks=[BadPicture(*bad), *([WeightAveraging(decay=0.9)] if ema else []), *callbacks],
+        callbacks=[BadImage(*bad), *([WeightAveraging(decay=0.9)] if ema else []), *callbacks],
         **{"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "num_sanity_val_steps": 0}
         | trainer,
         enable_progress_bar=False,
@@ -119,9 +117,8 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, optimizer, options):
     whole = run(tmp_path / "whole", optimizer, **options)
     kept = sorted((tmp_path / "whole/checkpoints/kept").iterdir(), key=lambda path: int(path.stem))
     assert len(kept) >= 4
-    chosen = (
-        kept[:-1] if optimizer is SGD and not options else kept[1:-1:2]
-    )  # within epochs and at their ends
+    # Within epochs and at their ends
+    chosen = kept[:-1] if optimizer is SGD and not options else kept[1:-1:2]
     for path in chosen:
         resumed = run(tmp_path / path.stem, optimizer, resume=path, **options)
         assert_same_bits(whole, resumed, f"resumed from {path.name} of {len(kept)}")

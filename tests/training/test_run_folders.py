@@ -4,11 +4,8 @@ import copy
 import errno
 import os
 import pickle
-import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,100 +13,24 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from ortho_vit.cli.main import main
-from ortho_vit.files import lock, next_folder, try_lock
+from ortho_vit.files import lock
 from ortho_vit.training import AtomicCheckpointIO, Checkpoints
 from ortho_vit.training.checkpointing import Preloaded, _copy
+from tests.helpers.command_line import ONE_EPOCH, REPOSITORY
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-
-REPOSITORY = Path(__file__).parents[2]
-CONFIG = """
-model:
-  name: ortho_vit_digits
-  optimizer:
-    class_path: ortho_vit.optim.StiefelSGD
-    init_args: {lr: 0.1}
-data:
-  class_path: ortho_vit.data.Digits
-  init_args: {batch_size: 32, limit: 96}
-trainer: {max_epochs: 1, accelerator: cpu, devices: 1}
-"""
-
-# Takes the lock, starts a child by fork as a data loader does, and says the child's number
-HOLDER = """
-import importlib.util, os, sys, time
-from pathlib import Path
-spec = importlib.util.spec_from_file_location("files", sys.argv[1])
-files = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(files)
-file = files.lock(Path(sys.argv[2]))
-child = os.fork()
-if child:
-    print(child, flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "run.yaml").write_text(ONE_EPOCH)
     return tmp_path
 
 
 def files_of(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
-# ------------------------------------------------------------------------------------------------------ files
-
-
-def test_no_two_callers_get_the_same_folder(tmp_path):
-    (tmp_path / "run/version_7").mkdir(parents=True)
-    (tmp_path / "run/version_old").mkdir()
-    together = threading.Barrier(8)
-
-    def create(_):
-        together.wait()
-        return next_folder(tmp_path / "run", "version_").name
-
-    with ThreadPoolExecutor(8) as pool:
-        created = list(pool.map(create, range(8)))
-    assert sorted(created) == sorted(f"version_{number}" for number in range(8, 16))
-    assert next_folder(tmp_path / "new/run", "version_").name == "version_0"
-
-
-def test_a_lock_names_its_holder_and_ends_when_it_is_closed(tmp_path):
-    path = tmp_path / "lock"
-    with lock(path), pytest.raises(BlockingIOError, match=rf", process {os.getpid()}$"):
-        lock(path)
-    lock(path).close()
-
-
-def test_a_killed_process_gives_up_its_lock_though_a_child_lives_on(tmp_path):
-    path = tmp_path / "lock"
-    command = [sys.executable, "-c", HOLDER, REPOSITORY / "ortho_vit/files.py", path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        child = int(process.stdout.readline())
-        try:
-            with pytest.raises(BlockingIOError, match=f"process {process.pid}"):
-                lock(path)
-            process.kill()
-            process.wait()
-            os.kill(child, 0)  # still there
-            lock(path).close()
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_shared_look_at_a_lock_takes_nothing(tmp_path):
-    path = tmp_path / "lock"
-    with lock(path), path.open() as look:
-        assert not try_lock(look, shared=True)
-    with path.open() as look, path.open() as another:
-        assert try_lock(look, shared=True)
-        assert try_lock(another, shared=True)
 
 
 # ------------------------------------------------------------------------------------------------------- runs

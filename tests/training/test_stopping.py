@@ -17,11 +17,11 @@ from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.training import Classifier, stopping
 from ortho_vit.training.stopping import Signals, Stopped, signals
+from tests.helpers.command_line import REPOSITORY
 from tests.helpers.small_run import assert_same_bits, digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIG = """
 seed_everything: 3
 model:
@@ -67,6 +67,25 @@ def signalled(monkeypatch):
     return at
 
 
+@pytest.fixture
+def signalled_in_validation(monkeypatch):
+    """Sends a signal to this process in a batch of the validation after a step, once, and lists the batches validated."""
+
+    def at(step, batch, number):
+        validation_step, seen, waiting = Classifier.validation_step, [], [number]
+
+        def signalled(self, images_and_labels, batch_idx):
+            seen.append((self.global_step, batch_idx))
+            if seen[-1] == (step, batch) and waiting:
+                os.kill(os.getpid(), waiting.pop())
+            return validation_step(self, images_and_labels, batch_idx)
+
+        monkeypatch.setattr(Classifier, "validation_step", signalled)
+        return seen
+
+    return at
+
+
 def load(name):
     return torch.load(f"runs/{name}/version_0/checkpoints/last.ckpt", weights_only=True)
 
@@ -104,6 +123,54 @@ def test_a_run_that_a_signal_stops_goes_on_with_the_same_bits(
     assert load("stopped")["global_step"] == step + 1
     assert main(shlex.split(command)) == 0
     assert_same_bits(without_paths(load("whole")), without_paths(load("stopped")))
+
+
+STATISTICS = "ortho_vit.training.attention_statistics.AttentionStatistics"
+WITHIN = [
+    pytest.param(6, 0, [], id="at the end of an epoch"),
+    pytest.param(
+        12,
+        2,
+        ["--checkpoints.every_n_steps", "4", "--trainer.callbacks", STATISTICS],
+        id="at the end of the run",
+    ),
+    pytest.param(3, 1, ["--trainer.val_check_interval", "3"], id="within an epoch"),
+    pytest.param(3, 1, ["--trainer.accumulate_grad_batches", "2"], id="accumulating"),
+    pytest.param(6, 1, ["--trainer.max_steps", "9"], id="counting steps"),
+    pytest.param(6, 1, ["--trainer.callbacks", "ortho_vit.training.WeightAveraging"], id="averaging"),
+    pytest.param(6, 1, ["--model.skip_nonfinite", "true"], id="leaving out steps"),
+]
+
+
+@pytest.mark.parametrize(("step", "batch", "options"), WITHIN)
+def test_a_run_that_a_signal_stops_within_validation_goes_on_with_the_same_bits(
+    folder, signalled_in_validation, capsys, step, batch, options
+):
+    arguments = ["--config", "run.yaml", *options]
+    assert main([*arguments, "--name", "whole"]) == 0
+    validated = signalled_in_validation(step, batch, signal.SIGTERM)
+    capsys.readouterr()
+    assert main([*arguments, "--name", "stopped"]) == 143
+    error = capsys.readouterr().err
+    assert error.startswith(f"stopped at step {step} of ")
+    assert [number for after, number in validated if after == step] == list(range(batch + 2))  # of six
+    assert load("stopped")["global_step"] == step
+    validated.clear()
+    assert main(shlex.split(error.split("train.py ")[1])) == 0
+    # The same validation, from its first batch
+    assert validated[:6] == [(step, number) for number in range(6)]
+    assert_same_bits(without_paths(load("whole")), without_paths(load("stopped")))
+    whole, stopped = (Path(f"runs/{name}/version_0/history.csv").read_text() for name in ("whole", "stopped"))
+    assert whole == stopped
+
+
+def test_a_validation_after_the_last_step_is_finished(folder, signalled_in_validation):
+    validated = signalled_in_validation(4, 1, signal.SIGTERM)
+    assert (
+        main(["--config", "run.yaml", "--trainer.max_steps", "4", "--trainer.val_check_interval", "4"]) == 143
+    )
+    assert validated == [(4, number) for number in range(6)]
+    assert load("run")["callbacks"]["Checkpoints"]["best_score"] is not None
 
 
 def test_a_resumed_run_can_be_stopped_again(folder, signalled, capsys):
@@ -212,24 +279,25 @@ def test_a_signal_during_the_imports_prints_nothing(tmp_path, number):
     assert (process.returncode, output) == (128 + number, b"")
 
 
-# A command whose ranks SIGNALLED get a signal while they train for their third step
+# A command whose ranks SIGNALLED get a signal while they train for their third step, or in the validation after it
 COMMAND = """
 import os
 import sys
 from ortho_vit.training import Classifier
 from ortho_vit.cli.main import main
 
-start = Classifier.on_train_batch_start
+HOOK, STEP = os.environ.get("HOOK", "on_train_batch_start 2").split()
+hook = getattr(Classifier, HOOK)
 
 
-def on_train_batch_start(self, batch, batch_idx):
-    if self.global_step == 2 and str(self.global_rank) in os.environ.get("SIGNALLED", ""):
+def signalled(self, batch, batch_idx):
+    if self.global_step == int(STEP) and str(self.global_rank) in os.environ.get("SIGNALLED", ""):
         os.kill(os.getpid(), int(os.environ["NUMBER"]))
-    start(self, batch, batch_idx)
+    return hook(self, batch, batch_idx)
 
 
 if __name__ == "__main__":
-    Classifier.on_train_batch_start = on_train_batch_start
+    setattr(Classifier, HOOK, signalled)
     sys.exit(main(sys.argv[1:]))
 """
 
@@ -247,11 +315,13 @@ def ddp(devices):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_of_two_processes_stops_both(folder):
+@pytest.mark.parametrize("hook", ["on_train_batch_start 2", "validation_step 3"])
+def test_a_signal_to_one_of_two_processes_stops_both(folder, hook):
     Path("train.py").write_text(COMMAND)
     whole = run(["train.py"], [*ddp(2), "whole"])
     assert whole.returncode == 0, whole.stderr
-    stopped = run(["train.py"], [*ddp(2), "stopped"], SIGNALLED="1", NUMBER=str(int(signal.SIGTERM)))
+    signalled = {"HOOK": hook, "SIGNALLED": "1", "NUMBER": str(int(signal.SIGTERM))}
+    stopped = run(["train.py"], [*ddp(2), "stopped"], **signalled)
     assert stopped.returncode == 143, stopped.stderr
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("stopped")]
     assert line.startswith("stopped at step 3 of 6; continue with python ")

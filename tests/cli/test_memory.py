@@ -1,8 +1,5 @@
 """A training step gets its memory from the one before."""
 
-import ortho_vit  # noqa: F401  (before anything imports torchvision)
-
-# isort: split
 import os
 import platform
 import subprocess
@@ -14,7 +11,7 @@ SCRIPT = """
 import resource
 import torch
 from ortho_vit.models import create_model
-from ortho_vit.training.memory import keep_freed_memory
+from ortho_vit.cli.entry import keep_freed_memory
 
 kept = keep_freed_memory()
 model = create_model("ortho_vit_nano", constraint="none", num_classes=10)
