@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from einops import rearrange
 from torch import Tensor, nn
 
 __all__ = ["Attention", "Projection", "conv1d_to_linear", "find_attention"]
@@ -51,6 +52,13 @@ class Projection:
     def dim(self) -> int:
         """The rows of each part: heads · d_k."""
         return self.weight.shape[0] // len(self.parts)
+
+    def heads_of(self, part: str) -> Tensor:
+        """The rows of "q", "k" or "v", one block for each head: a view (heads, d_k, d_model) of the weight."""
+        parts = rearrange(
+            self.weight, "(part head d_k) n -> part head d_k n", part=len(self.parts), head=self.heads
+        )
+        return parts[self.parts.index(part)]
 
 
 @dataclass(frozen=True)

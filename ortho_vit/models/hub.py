@@ -1,9 +1,8 @@
-"""Publish a trained model: weights and card for the zoo, a folder for the Hugging Face hub, a page about many of them."""
+"""Publish a trained model: weights and card for the zoo, or a folder for the Hugging Face hub."""
 
 import hashlib
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,21 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError
+from ortho_vit.files import write_whole
 from ortho_vit.models.card import Card, Golden, crop_pct_of, golden_logits, synthetic_images
 from ortho_vit.models.orthogonalize import release
 from ortho_vit.models.readme import hub_readme
 from ortho_vit.models.spec import ATTENTION, ModelSpec
 from ortho_vit.models.weights import (
     Checkpoint,
-    available,
     check_weights,
     export_folder,
-    find_checkpoint,
     finish_exports,
     only_writer,
     publish,
     staged,
-    write_whole,
 )
 from ortho_vit.models.zoo import SIZES, load_checkpoint
-from ortho_vit.resources import checkpoints_folder
 from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["export_for_hub", "save_checkpoint"]
@@ -189,59 +185,3 @@ def _timm_architecture(card: Card) -> tuple[str, dict[str, Any]]:
     _, channels, *size = card.golden.shape
     arguments = {**SIZES[card.architecture], "img_size": size, "in_chans": channels}
     return "vit_tiny_patch16_224", arguments | card.spec.arguments
-
-
-# ---------------------------------------------------------------------------------- the page about a folder
-
-HEAD = """\
-# Trained weights
-
-`create_model(NAME, pretrained=True)` builds and loads them, and so does `timm.create_model` once `ortho_vit.models` is
-imported.  Each `.safetensors` file has a card beside it, `.json`, that says how it was trained and which logits it must
-give for eight images.
-
-| name | constraint | optimizer | data | test accuracy | max \\|WWᵀ − I\\| | parameters |
-| --- | --- | --- | --- | --- | --- | --- |
-"""
-FOOT = """
-One run each; on the digits one test image is 0.28 %.  Every accuracy is measured by the command on its card:
-
-```bash
-{commands}
-```
-
-They were trained with the files in `configs/pretrained/`, whose names end as theirs do, and exported by
-`python train.py export`.  This page is written by `python -m ortho_vit.models`.
-"""
-
-
-def catalogue(folder: Path | None = None) -> str:
-    """The page about all weights in a folder, by default those that come with the package."""
-    folder = folder or checkpoints_folder()
-    cards = [find_checkpoint(name, folder).card for name in available(folder)]
-    commands = "\n".join(card.command for card in cards)
-    return HEAD + "\n".join(map(_row, cards)) + "\n" + FOOT.format(commands=commands)
-
-
-def _row(card: Card) -> str:
-    optimizer = str(card.optimizer.get("class_path", "")).rpartition(".")[2]
-    error = f"{card.orthogonality_error:.1e}" if card.constraint else "–"
-    constraint = (
-        f"{card.constraint} heads per block"
-        if isinstance(card.constraint, int)
-        else card.constraint or "none"
-    )
-    tested = card.accuracy.get("test/accuracy")
-    accuracy = f"{card.accuracy['val/accuracy']:.2%} (validation)" if tested is None else f"{tested:.2%}"
-    cells = [f"`{card.name}`", constraint, optimizer, card.data, accuracy, error, f"{card.parameters:,}"]
-    return f"| {' | '.join(cells)} |"
-
-
-def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else checkpoints_folder()
-    if not available(folder):
-        print(f"error: no checkpoints in {folder}", file=sys.stderr)
-        return 1
-    (folder / "README.md").write_text(catalogue(folder), encoding="utf-8")
-    print(folder / "README.md")
-    return 0

@@ -332,8 +332,9 @@ def _check_scale(task: Task) -> None:
 def _reads_weight(module: nn.Module) -> bool:
     """Whether the module's forward uses `layer.weight` itself, which would bypass a core.
 
-    Without running the model only the names in the function's bytecode can tell.  timm's modules with
-    `qkv_bias_separate` read the weight too, but call the layer where that attribute is set (see `_apply`).
+    The names in the function's bytecode tell it without running the model, and without them a core that is bypassed would
+    silently change what the network computes.  timm's modules with `qkv_bias_separate` read the weight too, but call the
+    layer where that attribute is set (see `_apply`).
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
     return code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
@@ -397,9 +398,8 @@ def _merge_bias(task: Task, P_k: Tensor) -> Tensor | None:
     if bias is None:
         return None
     new = bias.detach().to(torch.float64, copy=True)
-    b_q, b_k = rearrange(
-        new[: task.rows], "(part head r) -> part head r 1", part=2, head=task.projection.heads
-    )
+    heads = task.projection.heads
+    b_q, b_k = rearrange(new[: task.rows], "(part head r) -> part head r 1", part=2, head=heads)
     merged = torch.stack([P_k @ b_q, torch.linalg.pinv(P_k, rtol=1e-6, hermitian=True) @ b_k])
     new[: task.rows] = rearrange(merged, "part head r 1 -> (part head r)")
     return new.to(bias.dtype)

@@ -14,12 +14,8 @@ __all__ = ["Choice", "ModelSpec", "resolve"]
 
 Choice = Constraint | Literal["none", "default"]  # `timm.create_model` drops keywords that are None
 ATTENTION = ("constraint", "projections", "preserve", "scale")  # how attention is constrained
-EARLIER = (
-    "projections",
-    "preserve",
-    "scale",
-    "num_classes",
-)  # also accepted among the arguments, as version 0.1 wrote them
+# Also accepted among the arguments, where version 0.1 wrote them:
+EARLIER = ("projections", "preserve", "scale", "num_classes")
 NOT_ARGUMENTS = {
     "constraint", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "checkpoints", "cache_dir",
 }  # fmt: skip

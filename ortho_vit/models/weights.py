@@ -13,8 +13,6 @@ import contextlib
 import hashlib
 import os
 import re
-import urllib.error
-import urllib.request
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError, did_you_mean
-from ortho_vit.files import lock
+from ortho_vit.files import download, lock, read_address
 from ortho_vit.models.card import NAME, Card
 from ortho_vit.parameter import cut_blocks, stiefel_parameters
 from ortho_vit.resources import checkpoints_folder, output_folder
@@ -174,27 +172,14 @@ def _split_address(address: str) -> tuple[str, str]:
 def _fetch(address: str, name: str) -> Checkpoint:
     """Download card and weights to the cache.  The card is downloaded every time, the weights when its hash is new."""
     address = address.rstrip("/")
-    card = Card.from_json(_download(f"{address}/{name}.json"), f"{address}/{name}.json")
-    folder = Path(torch.hub.get_dir()) / "ortho_vit" / card.sha256[:16]
-    weights = folder / f"{card.name}.safetensors"
-    if not (weights.is_file() and hashlib.sha256(weights.read_bytes()).hexdigest() == card.sha256):
-        data = _download(f"{address}/{name}.safetensors")
-        _check_hash(data, card, f"{address}/{name}.safetensors")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(weights, data)
-    return Checkpoint(card, weights)
-
-
-def _download(url: str) -> bytes:
-    if not url.startswith(("https://", "http://", "file://")):
-        raise CheckpointError(f"{url}: only https, http and file addresses are downloaded")
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            return response.read()
-    except OSError as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it holds the connection
-        raise CheckpointError(f"{url}: cannot be downloaded ({error})") from error
+        card = Card.from_json(b"".join(read_address(f"{address}/{name}.json")), f"{address}/{name}.json")
+        weights = Path(torch.hub.get_dir()) / "ortho_vit" / card.sha256[:16] / f"{card.name}.safetensors"
+        if not (weights.is_file() and hashlib.sha256(weights.read_bytes()).hexdigest() == card.sha256):
+            download(f"{address}/{name}.safetensors", weights, "sha256", card.sha256)
+    except (ConnectionError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+    return Checkpoint(card, weights)
 
 
 def _check_hash(data: bytes, card: Card, source: str) -> None:
@@ -206,19 +191,6 @@ def _check_hash(data: bytes, card: Card, source: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there completely or not at all."""
-    trial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with trial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        trial.replace(path)
-    finally:
-        trial.unlink(missing_ok=True)
 
 
 def staged(path: Path) -> Path:
@@ -384,11 +356,8 @@ def _fit(
         key = f"{conv}.weight"
         if key in weights and key in own and weights[key].ndim == own[key].ndim == 4:
             weights[key] = spread_channels(weights[key], own[key].shape[1])
-    nested = {
-        "model",
-        "state_dict",
-        "encoder",
-    } & weights.keys()  # timm would look for the state dict in these
+    # timm would take these for keys that hold the state dict
+    nested = {"model", "state_dict", "encoder"} & weights.keys()
     if not isinstance(model, VisionTransformer) or nested:
         return weights
     try:

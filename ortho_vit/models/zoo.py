@@ -21,7 +21,7 @@ import fnmatch
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import timm
 from timm.models import (
@@ -226,28 +226,24 @@ def verify_checkpoint(checkpoint: Checkpoint | Source) -> float:
     return checkpoint.card.check_golden(load_checkpoint(checkpoint))
 
 
-class Claims(Protocol):
-    """Whether a run with these hyper-parameters has kept its constrained weights on the manifold."""
-
-    def __call__(self, run: Mapping[str, Any]) -> bool: ...
-
-
 def build(spec: ModelSpec) -> nn.Module:
     """The model of a description, untrained; a tag in its name gives the architecture of that card."""
     return create_model(spec.name, **_choice(spec), **spec.keywords)
 
 
-def build_from(spec: ModelSpec, weights: str, claims: Claims = lambda run: False) -> tuple[nn.Module, bool]:
+def build_from(
+    spec: ModelSpec, weights: str, on_manifold: Callable[[Mapping[str, Any]], bool] = lambda run: False
+) -> tuple[nn.Module, bool]:
     """The model of a description with weights to start from, and whether its head is untrained.
 
     `weights` are trained weights with a card (a name, a file, a folder or an address), timm's weights by their name, or a
-    file of weights alone: a .safetensors file, a state dict, a run checkpoint.  Those of a run that `claims` to be on the
-    manifold must be.
+    file of weights alone: a .safetensors file, a state dict, a run checkpoint.  Weights of a run are refused if they are off
+    the manifold and `on_manifold`, asked with the hyper-parameters of the run, says that its training kept them on it.
     """
     if _is_file_alone(weights):
         model = build(spec)
         tensors, run = read_weights(weights)
-        orthonormal = bool(run) and claims(run) and _same_blocks(spec, run)
+        orthonormal = bool(run) and on_manifold(run) and _same_blocks(spec, run)
         return model, bool(load_weights(model, tensors, weights, orthonormal=orthonormal))
     checkpoint = _checkpoint_for(weights, True, None)
     theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]

@@ -1,7 +1,5 @@
 """Every checkpoint of the repository is what its card says."""
 
-from ortho_vit import create_model, list_models, orthogonality_error  # isort: skip  (before timm)
-
 import hashlib
 import shlex
 
@@ -9,9 +7,10 @@ import pytest
 import timm
 import torch
 
+from ortho_vit import create_model, list_models, orthogonality_error
 from ortho_vit.cli import main as cli
 from ortho_vit.models import find_checkpoint
-from ortho_vit.models.hub import catalogue, main
+from ortho_vit.models.__main__ import catalogue, main
 from ortho_vit.models.weights import available
 from ortho_vit.resources import checkpoints_folder
 
@@ -66,9 +65,8 @@ def test_the_accuracy_on_digits_is_what_the_cards_command_measures(name, capsys)
         if "test accuracy " in line and "top" not in line
     )
     measured = float(line.split("│")[2].strip(" %")) / 100
-    assert measured == pytest.approx(
-        card.accuracy["test/accuracy"], abs=1.1 / 359
-    )  # one image may change its class elsewhere
+    # One image may change its class elsewhere
+    assert measured == pytest.approx(card.accuracy["test/accuracy"], abs=1.1 / 359)
 
 
 def test_the_page_about_them_is_true_to_the_cards(tmp_path, capsys):

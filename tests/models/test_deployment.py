@@ -8,8 +8,7 @@ import warnings
 import pytest
 import torch
 
-from ortho_vit import orthogonality_error, stiefel_parameters  # isort: skip  (before timm)
-
+from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.models import create_model
 
 # Other kernels round otherwise: measured below 1e-6.

@@ -3,14 +3,12 @@
 import copy
 
 import pytest
+import timm
 import torch
+import torchvision
 from torch import nn
 
-from ortho_vit import StiefelParameter, orthogonality_error, stiefel_parameters  # isort: skip  (before timm)
-
-import timm
-import torchvision
-
+from ortho_vit import StiefelParameter, orthogonality_error, stiefel_parameters
 from ortho_vit.models import orthogonalize
 from ortho_vit.models.orthogonalize import CoredLinear, release
 

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 from torch import nn
 
-from ortho_vit import orthogonality_error, stiefel_parameters  # isort: skip  (before timm)
-
-import timm
-
+from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.models import (
     Checkpoint,
     CheckpointError,
@@ -37,29 +35,9 @@ from ortho_vit.models.card import synthetic_images
 from ortho_vit.models.weights import export_folder, only_writer
 from ortho_vit.models.zoo import build_from
 from ortho_vit.resources import checkpoints_folder
+from tests.helpers.zoo_weights import ABOUT, ARGUMENTS, NAME, PIXELS, build
 
-NAME = "ortho_vit_pico.shapes_across"
-ARGUMENTS = {"depth": 1, "num_classes": 4}
-PIXELS = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-ABOUT = {
-    "pixels": PIXELS,
-    "labels": [0, 1, 2, 3, 0, 1, 2, 3],
-    "classes": ["circle", "cross", "square", "star"],
-    "data": "shapes",
-    "mean": (0.5, 0.4, 0.3),
-    "std": (0.25, 0.2, 0.3),
-    "accuracy": {"test/top1": 0.25},
-    "command": "python train.py test --ckpt_path run.ckpt",
-    "optimizer": {"class_path": "StiefelSGD", "lr": 0.1},
-    "recipe": {"epochs": 1},
-    "arguments": ARGUMENTS,
-}
-
-
-def build(name=NAME, constraint="across", **kwargs):
-    torch.manual_seed(0)
-    return create_model(name.partition(".")[0], constraint=constraint, **{**ARGUMENTS, **kwargs}).eval()
 
 
 @pytest.fixture
@@ -192,9 +170,8 @@ def test_another_constraint_replaces_the_cards(folder):
     assert torch.equal(free(IMAGES), build()(IMAGES))
     within = create_model(NAME, pretrained=True, constraint="within").eval()
     assert [p.blocks for _, p in stiefel_parameters(within)] == [12]
-    torch.testing.assert_close(
-        within(IMAGES), build()(IMAGES), atol=1e-5, rtol=0
-    )  # orthonormal across is within too
+    # Orthonormal across is within too
+    torch.testing.assert_close(within(IMAGES), build()(IMAGES), atol=1e-5, rtol=0)
 
 
 def test_a_free_checkpoint_can_be_constrained_without_changing_its_function(tmp_path):
@@ -240,7 +217,7 @@ def test_a_checkpoint_is_downloaded_from_an_address(address):
 def test_a_downloaded_file_must_have_the_cards_hash(address, folder):
     with open(folder / f"{NAME}.safetensors", "ab") as file:
         file.write(b"x")
-    refuses("sha256 is .*, but its card says", checkpoints=address)
+    refuses("its sha256 is .*, not .*: truncated or changed", checkpoints=address)
 
 
 def test_only_web_addresses_are_downloaded(folder):
@@ -601,9 +578,8 @@ def test_a_kill_never_leaves_new_weights_with_the_old_card(folder, monkeypatch, 
         weights = hashlib.sha256((folder / f"{NAME}.safetensors").read_bytes()).hexdigest()
         assert json.loads(on_disk.read_text())["sha256"] == weights
     assert verify_checkpoint(NAME) < 1e-5
-    assert (find_checkpoint(NAME).card.sha256 == before) == (
-        renames < 2
-    )  # the staged card is the point of no return
+    # The staged card is the point of no return
+    assert (find_checkpoint(NAME).card.sha256 == before) == (renames < 2)
     assert sorted(os.listdir(folder)) == [f"{NAME}.json", f"{NAME}.safetensors"]
 
 

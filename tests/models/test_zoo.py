@@ -1,15 +1,12 @@
 """The zoo's models: sizes, registration with timm, and the ways a name can be wrong."""
 
 import pytest
-import torch
-
-import ortho_vit.optim
-
-from ortho_vit import orthogonality_error, stiefel_parameters  # isort: skip  (before timm)
-
 import timm
+import torch
 from timm.data import resolve_data_config
 
+import ortho_vit.optim
+from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.models import create_model, list_models
 
 ALL = list_models()
