@@ -5,7 +5,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 LOWEST := .venv-lowest
 QUICK := tests/test_examples.py tests/test_imports.py tests/cli tests/data tests/experiments tests/models tests/training
 
-.PHONY: help quickstart test lint check check-lowest bench docs docs-serve docs-check wheel clean
+.PHONY: help quickstart test lint check check-lowest bench docs docs-serve docs-check demo-check wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -49,6 +49,7 @@ check-lowest: $(LOWEST)/.run  ## the quick tests with the oldest versions that p
 
 bench: .venv/.dev  ## optimizers and input pipeline against their peers, and a training step, on this machine
 	$(BIN)/python -m benchmarks.optimizer_step
+	$(BIN)/python -m benchmarks.optimizer_step --compile
 	$(BIN)/python -m benchmarks.input_pipeline
 	$(BIN)/python -m benchmarks.train_step
 
@@ -59,8 +60,12 @@ docs: .venv/.dev  ## build the site into site/ and check its links; needs no net
 docs-serve: .venv/.dev  ## show the site on http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
 
-docs-check: docs  ## look at the main pages in Debian's chromium, if it is installed: screenshots, errors on consoles
+docs-check: docs  ## look at every page in Debian's chromium: screenshots, consoles, images, widths, the search
 	$(BIN)/python docs/scripts/check_site.py site --browser
+
+demo-check: .venv/.dev  ## use the demo in Debian's chromium: upload, choose, see; installs gradio into .venv
+	$(BIN)/python $(PIP) "$$(sed -n 's/^demo = \["\([^"]*\)".*/\1/p' pyproject.toml)"
+	$(BIN)/python docs/scripts/check_demo.py
 
 wheel: .venv/.dev  ## build dist/ortho_vit-*.whl, with the configurations and the trained weights inside
 	rm -rf build dist ortho_vit.egg-info

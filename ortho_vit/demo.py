@@ -4,11 +4,14 @@
     ortho-vit demo --port 7860
 
 What is computed is in plain functions of tensors; `build_app` arranges it with Gradio, which only that function imports.
-A Hugging Face Space needs one line: `build_app().launch()`.
+A Hugging Face Space needs one line: `build_app().launch()`.  Nothing is fetched or reported over a network.
 """
 
 import argparse
+import os
+import signal
 import sys
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from ortho_vit.training.images import recorded_attention
 __all__ = ["attention_maps", "build_app", "class_probabilities", "gram_matrices", "main", "read_image"]
 
 MISSING = 'the demo needs gradio: pip install "ortho_vit[demo]"'
+TITLE = "Vision Transformers with orthogonal attention"
 SIDE = 192  # pixels of an image on the page
 Pixels = NDArray[np.uint8]
 Captioned = list[tuple[Pixels, str]]
@@ -150,59 +154,79 @@ def drawn_grams(name: str, block: int) -> Captioned:
 
 def build_app() -> Any:
     """The page, as a `gradio.Blocks`; ModuleNotFoundError without Gradio."""
+    # Read when Gradio is imported: no network is used
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     import gradio as gr
 
     names = list_models(pretrained=True)
 
-    def choose(name: str) -> list[Any]:
-        blocks = len(find_attention(loaded(name)[0]))
-        slider = gr.Slider(1, blocks, value=blocks, step=1, label="block")
-        return [examples(name), slider, None, None, None, [], drawn_grams(name, blocks - 1)]
+    def read(name: str, path: str) -> Tensor:
+        try:
+            return read_image(Path(path), loaded(name)[1])
+        except ValueError as error:
+            sentence = str(error).replace(f"{Path(path).parent}/", "")
+            raise gr.Error(sentence, print_exception=False) from None
+
+    def choose(name: str, path: str | None) -> list[Any]:
+        model, card = loaded(name)
+        blocks = len(find_attention(model))
+        slider = gr.Slider(1, blocks, value=blocks, step=1)
+        pixels = read(name, path) if path else card.golden.images()[0]
+        return [examples(name), slider, *show(name, pixels, blocks), drawn_grams(name, blocks - 1)]
 
     def show(name: str, pixels: Tensor, block: int) -> list[Any]:
         probabilities = class_probabilities(*loaded(name), pixels)
         return [pixels, shown_image(pixels), probabilities, drawn_heads(name, pixels, int(block) - 1)]
 
     def upload(name: str, path: str, block: int) -> list[Any]:
-        try:
-            pixels = read_image(Path(path), loaded(name)[1])
-        except ValueError as error:
-            raise gr.Error(
-                str(error).replace(str(Path(path).parent) + "/", ""), print_exception=False
-            ) from None
-        return show(name, pixels, block)
+        return show(name, read(name, path), block)
 
     def pick(name: str, block: int, event: gr.SelectData) -> list[Any]:
-        return show(name, loaded(name)[1].golden.images()[event.index], block)
+        return [None, *show(name, loaded(name)[1].golden.images()[event.index], block)]
 
     def move(name: str, pixels: Tensor | None, block: int) -> list[Any]:
         heads = [] if pixels is None else drawn_heads(name, pixels, int(block) - 1)
         return [heads, drawn_grams(name, int(block) - 1)]
 
-    with gr.Blocks(title="Vision Transformers with orthogonal attention") as app:
-        gr.Markdown("# Vision Transformers with orthogonal attention")
+    gallery: Any = {
+        "show_label": False,
+        "object_fit": "contain",
+        "height": "fit-content",
+        "buttons": [],
+        "interactive": False,
+    }
+    with gr.Blocks(title=TITLE, analytics_enabled=False) as app:
+        gr.Markdown(f"# {TITLE}")
         pixels = gr.State(None)
         with gr.Row():
             with gr.Column():
-                name = gr.Dropdown(names, value=names[0], label="model")
-                file = gr.File(label="your image", type="filepath")
-                cards = gr.Gallery(label="or one of these", columns=4, height=260, allow_preview=False)
+                name = gr.Dropdown(names, value=names[0], label="model", elem_id="model")
+                file = gr.File(label="your image", type="filepath", height=140, elem_id="file")
+                gr.Markdown("or one of these:")
+                cards = gr.Gallery(columns=4, allow_preview=False, elem_id="examples", **gallery)
             with gr.Column():
-                image = gr.Image(label="what the model sees", interactive=False, height=220)
-                classes = gr.Label(label="classes", num_top_classes=5)
-        block = gr.Slider(1, 2, value=1, step=1, label="block")
-        heads = gr.Gallery(label="where each head of the block looks", columns=6, height=260)
-        grams = gr.Gallery(label="|W Wᵀ|: the identity where rows are orthonormal", columns=4, height=260)
+                image = gr.Image(
+                    label="what the model sees", interactive=False, height=240, buttons=[], elem_id="image"
+                )
+                classes = gr.Label(label="classes", num_top_classes=5, show_heading=False, elem_id="classes")
+        block = gr.Slider(1, 2, value=1, step=1, label="block", elem_id="block")
+        gr.Markdown(
+            "Where each head of the block looks: bright patches get most of the class token's attention."
+        )
+        heads = gr.Gallery(columns=6, elem_id="heads", **gallery)
+        gr.Markdown(
+            "|W Wᵀ| of the block's queries and keys, all heads together: the identity within each block of orthonormal "
+            "rows.  Beside it, the same network trained without a constraint."
+        )
+        grams = gr.Gallery(columns=4, elem_id="grams", **gallery)
         seen = [pixels, image, classes, heads]
         chosen = [cards, block, *seen, grams]
-        one: Any = {
-            "concurrency_id": "model",
-            "concurrency_limit": 1,
-        }  # attention is recorded with hooks on a shared model
-        app.load(choose, name, chosen, **one)
-        name.change(choose, name, chosen, **one)
+        # Attention is recorded with hooks on a shared model
+        one: Any = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
+        app.load(choose, [name, file], chosen, **one)
+        name.change(choose, [name, file], chosen, **one)
         file.upload(upload, [name, file, block], seen, **one)
-        cards.select(pick, [name, block], seen, **one)
+        cards.select(pick, [name, block], [file, *seen], **one)
         block.input(move, [name, pixels, block], [heads, grams], **one)
     return app
 
@@ -222,10 +246,19 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"error: {MISSING}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app.launch(server_name=options.host, server_port=options.port)
+        app.launch(
+            server_name=options.host, server_port=options.port, share=False, quiet=True, footer_links=[],
+            prevent_thread_lock=True,
+        )  # fmt: skip
+        print(f"the demo is at http://{options.host}:{options.port}; Ctrl-C ends it", flush=True)
+        threading.Event().wait()
     except OSError:  # Gradio's message names its own options
         where = f"{options.host}, port {options.port}"
         print(f"error: cannot listen on {where}; try another --port", file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:
+        app.close(verbose=False)
+        print("\nthe demo has ended", file=sys.stderr)
+    return 128 + signal.SIGINT

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 import sys
 
 import numpy as np
@@ -46,9 +47,8 @@ def test_a_map_is_the_attention_of_the_class_token():
     block = model.blocks[0]
     with torch.no_grad():
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
-        q, k, _ = (
-            block.attn.qkv(block.norm1(tokens))[0].unflatten(-1, (3, 4, 16)).unbind(1)
-        )  # (N, heads, d_k)
+        # (N, heads, d_k)
+        q, k, _ = block.attn.qkv(block.norm1(tokens))[0].unflatten(-1, (3, 4, 16)).unbind(1)
         expected = (torch.einsum("hd,nhd->hn", q[0], k) / 4).softmax(-1)[:, 1:]
     found = demo.attention_maps(model, card, pixels)[0].flatten(1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -102,9 +102,8 @@ def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
 
 
 @pytest.fixture
-def gradio(monkeypatch):
-    """Gradio without its statistics.  It leaves an event loop open, which is collected while warnings are ignored."""
-    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+def gradio():
+    """Gradio leaves an event loop open, which is collected while warnings are ignored."""
     yield pytest.importorskip("gradio")
     asyncio.set_event_loop(None)
     gc.collect()
@@ -113,13 +112,39 @@ def gradio(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of Gradio's own dependencies
 def test_the_page_answers_with_gradio(gradio, tmp_path):
     functions = {f.fn.__name__: f.fn for f in demo.build_app().fns.values()}
-    assert len(functions["choose"](WITHIN)[0]) == 8
     Image.new("L", (9, 9)).save(tmp_path / "black.png")
+    shown, _, first, *_ = functions["choose"](WITHIN, None)
+    assert len(shown) == 8
+    assert first.equal(demo.loaded(WITHIN)[1].golden.images()[0])
+    # The uploaded image is kept
+    assert functions["choose"](WITHIN, str(tmp_path / "black.png"))[2].sum() == 0
     _, image, probabilities, heads = functions["upload"](WITHIN, str(tmp_path / "black.png"), 1)
     assert (image.shape, len(probabilities), len(heads)) == ((192, 192, 3), 10, 4)
     (tmp_path / "notes.png").write_text("not an image")
     with pytest.raises(gradio.Error, match=r"cannot read notes.png: not an image in a known format"):
         functions["upload"](WITHIN, str(tmp_path / "notes.png"), 1)
+
+
+def test_ctrl_c_ends_the_demo_with_a_line(monkeypatch, capsys):
+    class Interrupted:
+        closed = False
+
+        def launch(self, **options):
+            assert options["share"] is False
+            assert options["server_name"] == "127.0.0.1"
+            signal.raise_signal(signal.SIGINT)
+
+        def close(self, **_):
+            Interrupted.closed = True
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(demo, "build_app", Interrupted)
+    try:
+        assert demo.main([]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert Interrupted.closed
+    assert capsys.readouterr().err == "\nthe demo has ended\n"
 
 
 def test_a_port_in_use_is_one_line(monkeypatch, capsys):

@@ -1,9 +1,10 @@
 """What changes what a run is: resuming with other data, another seed or precision is refused unless asked for by name.
 
-The run's `config.yaml` says how it began.  Each change that was allowed is one line of `changes.jsonl` beside it, so the
-two together say how the run is trained at any time.
+The run's `config.yaml` says how it began.  Each change that was allowed, and each change of its length, which needs no
+permission, is one line of `changes.jsonl` beside it, so the two together say how the run is trained at any time.
 """
 
+import copy
 import inspect
 import json
 from pathlib import Path
@@ -19,7 +20,7 @@ FILE = "changes.jsonl"
 Changes = dict[str, tuple[Any, Any]]  # by key, as it is typed: the values before and now
 
 # Of a data module: where the data lies and how fast it comes, not what it is.
-FREE = ("root", "download", "num_workers", "device_resident", "predict_root")
+FREE = ("root", "download", "num_workers", "device_resident", "predict_root", "class_names")
 # Of the trainer, with the value that null stands for.
 TRAINER = {
     "precision": "32-true",
@@ -29,17 +30,45 @@ TRAINER = {
     "limit_train_batches": 1.0,
     "overfit_batches": 0.0,
 }
+LENGTHS = ("max_epochs", "max_steps")  # of the trainer: a run may become longer
 PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def current_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run with the changes that were made since it began."""
+    return changed(read_config(run / "config.yaml"), read_changes(run))
+
+
+def changed(config: dict[str, Any], changes: list[dict[str, Any]]) -> dict[str, Any]:
+    """A configuration after changes, which are those of `read_changes`."""
+    config = copy.deepcopy(config)
+    for line in changes:
+        for key, (_, value) in line["changes"].items():
+            _set(config, key, value)
+    return config
+
+
+def _set(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set what is typed as `--key`: an option, or the data with all of its options."""
+    group, _, option = key.partition(".")
+    if group == "data" and not option:
+        config["data"] = value if isinstance(value, dict) else {"class_path": value}
+    elif group == "data":
+        config["data"]["init_args"] = (config["data"].get("init_args") or {}) | {option: value}
+    elif option:
+        config[group] = (config.get(group) or {}) | {option: value}
+    else:
+        config[key] = value
 
 
 def find_changes(run: Path, config: dict[str, Any]) -> Changes:
     """How a configuration differs from that of a run in what the run is."""
-    before, now = flat(read_config(run / "config.yaml")), flat(config)
-    for line in _lines(run):
-        before |= {key: new for key, (_, new) in line["changes"].items()}
-    if before["data"] != now["data"]:
-        return {"data": (before["data"], now["data"])}
-    keys = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
+    stored = current_config(run)
+    before, now = flat(stored), flat(config)
+    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    if "data" in keys:  # with all of its options
+        before["data"], now["data"] = stored["data"], config["data"]
+        keys = [key for key in keys if not key.startswith("data.")]
     return {key: (before.get(key), now.get(key)) for key in keys}
 
 
@@ -56,6 +85,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     for key, default in TRAINER.items():
         value = trainer.get(key)
         values[f"trainer.{key}"] = default if value is None else value
+    values |= {f"trainer.{key}": trainer.get(key) for key in LENGTHS}
     precision = str(values["trainer.precision"])
     values["trainer.precision"] = PRECISIONS.get(precision, precision)
     return json.loads(json.dumps(values, default=str))  # tuples as lists, as in a file
@@ -80,13 +110,21 @@ def check_changes(changes: Changes, allowed: list[str], path: str) -> None:
                 f"--allow_changes: a run cannot change {key!r}{did_you_mean(key, known)}; it may change data, "
                 f"data.OPTION, seed_everything and trainer.{{{', '.join(TRAINER)}}}"
             )
-    refused = {key: values for key, values in changes.items() if key not in allowed}
+    free = {*allowed, *(f"trainer.{name}" for name in LENGTHS)}
+    refused = {key: values for key, values in changes.items() if key not in free}
     if refused:
-        listed = "; ".join(f"{key} was {old}, now {new}" for key, (old, new) in list(refused.items())[:3])
+        listed = "; ".join(
+            f"{key} was {_named(old)}, now {_named(new)}" for key, (old, new) in list(refused.items())[:3]
+        )
         raise UsageError(
             f"{path} would go on as another run: {listed}.  Leave it as it was, start a new run from its weights with "
             f"--model.weights {path}, or ask for it with --allow_changes {','.join([*allowed, *refused])}"
         )
+
+
+def _named(value: Any) -> Any:
+    """A value as it is printed: a class without its arguments."""
+    return value["class_path"] if isinstance(value, dict) and "class_path" in value else value
 
 
 def record_changes(run: Path, changes: Changes, step: int) -> None:
@@ -95,7 +133,8 @@ def record_changes(run: Path, changes: Changes, step: int) -> None:
         file.write(json.dumps({"step": step, "changes": changes}) + "\n")
 
 
-def _lines(run: Path) -> list[dict[str, Any]]:
+def read_changes(run: Path) -> list[dict[str, Any]]:
+    """The changes of a run, each with the step from which it holds; keys with the values before and since."""
     path = run / FILE
     if not path.is_file():
         return []

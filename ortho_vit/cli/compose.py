@@ -1,76 +1,75 @@
-"""Configuration files that build on others, and errors about them that fit on a line.
+"""What stands behind an argument: the files that a configuration builds on, and the card of trained weights.
 
     base: [../parts/cifar10.yaml, ../parts/sgd.yaml]     # relative to the file that says so; may name bases themselves
     model: {constraint: within}
 
-Bases come first, in their order, then the file itself; the later wins, key by key.  LightningCLI merges several
-`--config` just so, and therefore gets one for each file.
+Bases come first, in their order, then the file itself; the later wins, key by key.  LightningCLI merges several `--config`
+in this way, so it gets one for each file.
+
+    python train.py test    --weights NAME                       the data set that the weights were trained on
+    python train.py predict --weights NAME --pictures FOLDER     images of one's own
+
+`--weights` becomes the configuration that the card of the weights describes.  A card may have been downloaded: of the
+classes that it names, only data modules of this package are built.
 """
 
-import difflib
-import importlib
-import inspect
-import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ortho_vit.errors import UsageError
+from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.models import Card, Checkpoint, find_checkpoint
 from ortho_vit.resources import configs_folder
 
-MOST_VALUES = 10_000  # of one file; ours have some fifty
+CONFIG = ("-c", "--config")
+MAX_VALUES = 10_000  # in one file; ours have about fifty
+UNUSED = {"class_path": "ortho_vit.optim.StiefelSGD", "init_args": {"lr": 0.0}}  # evaluation takes no step
 
 
 def expand(arguments: list[str]) -> list[str]:
-    """The arguments with each `--config FILE` replaced by one for every file it builds on, and for itself."""
+    """The arguments with each `--config FILE` replaced by one for every file that it builds on, and one for itself."""
     expanded: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name not in ("-c", "--config"):
+    for argument, value in _with_values(arguments, *CONFIG):
+        if value is None:
             expanded.append(argument)
-            continue
-        if not equals:
-            value = next(rest, "")
-        if not value:
-            raise UsageError("--config needs a file")
-        for text in texts_of(find_config(value), ()):
-            expanded += ["--config", text]
+        else:
+            for text in texts_of(find_config(value), ()):
+                expanded += ["--config", text]
     return expanded
 
 
 def take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
     """The value of `option`, the last if there are several, and the other arguments."""
-    value: str | None = None
-    others: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, after = argument.partition("=")
-        if name != option:
-            others.append(argument)
-            continue
-        value = after if equals else next(rest, "")
-        if not value:
-            raise UsageError(f"{option} needs a value")
-    return value, others
+    pairs = list(_with_values(arguments, option))
+    values = [value for _, value in pairs if value is not None]
+    return values[-1] if values else None, [argument for argument, value in pairs if value is None]
 
 
 def config_files(arguments: list[str]) -> list[Path]:
-    """The files that the arguments name, without what those build on."""
-    files = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    """The configuration files that the arguments name, without the files that those build on."""
+    return [find_config(value) for _, value in _with_values(arguments, *CONFIG) if value is not None]
+
+
+def _with_values(arguments: list[str], *options: str) -> Iterator[tuple[str, str | None]]:
+    """Each argument, with its value if it is one of `options`, written `--option value` or `--option=value`."""
+    rest = iter(arguments)
+    for argument in rest:
         name, equals, value = argument.partition("=")
-        if name in ("-c", "--config"):
-            files.append(find_config(value if equals else following))
-    return files
+        if name not in options:
+            yield argument, None
+            continue
+        value = value if equals else next(rest, "")
+        if not value:
+            raise UsageError(f"{name} needs a value")
+        yield name, value
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """The file `name` in a folder, by default the working directory, otherwise that of the package's own configurations.
+    """The file `name` in a folder, by default the working directory; if it is not there, the package's file of that name.
 
-    Those are found as `quickstart.yaml` and as `configs/quickstart.yaml`.
+    The package's files are found as `quickstart.yaml` and as `configs/quickstart.yaml`.
     """
     path, packaged = folder / name, configs_folder()
     if path.exists():
@@ -78,8 +77,8 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     return next((file for place in (packaged, packaged.parent) if (file := place / name).is_file()), path)
 
 
-def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
-    """The YAML of a file and of all it builds on, bases first, without the key `base`."""
+def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterator[str]:
+    """The YAML of the files that a file builds on, and its own, all without the key `base`."""
     resolved = path.resolve()
     if resolved in chain:
         raise UsageError(
@@ -98,14 +97,14 @@ def texts_of(path: Path, chain: tuple[Path, ...]) -> Iterable[str]:
             for base in bases:
                 yield from texts_of(find_config(base.value, path.parent), (*chain, resolved))
         elif key.value in ("model", "trainer") and not isinstance(value, yaml.MappingNode):
-            raise UsageError(f"{_at(key, path)}: {key.value} must hold keys, each with its value")
+            raise UsageError(f"{_at(key, path)}: {key.value} must have keys, each with its value")
     node.value = [(key, value) for key, value in node.value if key.value != "base"]
     if node.value:
         yield yaml.serialize(node, Dumper=yaml.SafeDumper)
 
 
 def _read_node(path: Path) -> yaml.MappingNode:
-    """The keys of a file, unparsed: plain values, no key twice, and not so many that no one can have written them."""
+    """The keys and values of a file, not yet parsed: plain values, no key twice, and at most `MAX_VALUES` of them."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -113,28 +112,31 @@ def _read_node(path: Path) -> yaml.MappingNode:
         where = f", line {mark.line + 1}" if mark else ""
         raise UsageError(f"{path}{where} is not YAML: {getattr(error, 'problem', None) or error}") from error
     except RecursionError as error:
-        raise UsageError(f"{path} is no configuration: it is nested too deeply") from error
+        raise UsageError(f"{path} is not a configuration: it is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{path} is {'empty' if node is None else 'no configuration'}: it holds no keys")
+        raise UsageError(f"{path} is {'empty' if node is None else 'not a configuration'}: it has no keys")
     _count_values(node, path, {})
     return node
 
 
 def _count_values(node: yaml.Node, path: Path, counts: dict[yaml.Node, int]) -> int:
-    """How many values a node stands for, its aliases written out."""
+    """How many values a node stands for, its aliases written out.
+
+    A file of nine lines can stand for a billion values by aliases of aliases; the parser would write them all out.
+    """
     if node not in counts:
         counts[node] = 0  # until it is known
         counts[node] = 1 + sum(_count_values(value, path, counts) for value in _values(node, path))
     if not counts[node]:
         raise UsageError(f"{_at(node, path)}: a value cannot contain itself")
-    if counts[node] > MOST_VALUES:
-        raise UsageError(f"{path} holds more than {MOST_VALUES} values, its aliases written out")
+    if counts[node] > MAX_VALUES:
+        raise UsageError(f"{path} has more than {MAX_VALUES} values, with its aliases written out")
     return counts[node]
 
 
 def _values(node: yaml.Node, path: Path) -> list[yaml.Node]:
     if node.tag not in yaml.SafeLoader.yaml_constructors:
-        raise UsageError(f"{_at(node, path)}: the tag {node.tag} is refused; plain values only")
+        raise UsageError(f"{_at(node, path)}: the tag {node.tag} is refused; use plain values")
     if not isinstance(node, yaml.MappingNode):
         return node.value if isinstance(node, yaml.SequenceNode) else []
     seen = set()
@@ -142,7 +144,7 @@ def _values(node: yaml.Node, path: Path) -> list[yaml.Node]:
         if not isinstance(key, yaml.ScalarNode):
             raise UsageError(f"{_at(key, path)}: a key must be a word")
         if key.value in seen:
-            raise UsageError(f"{_at(key, path)}: the key {key.value!r} is there twice")
+            raise UsageError(f"{_at(key, path)}: the key {key.value!r} occurs twice; keep one of them")
         seen.add(key.value)
     return [value for _, value in node.value]
 
@@ -151,88 +153,54 @@ def _at(node: yaml.Node, path: Path) -> str:
     return f"{path}, line {node.start_mark.line + 1}"
 
 
-# ------------------------------------------------------------------------------------------ one-line errors
+# ---------------------------------------------------------------------------------------------- from a card
 
 
-def explain(message: str, options: Iterable[str]) -> str:
-    """The parser's message, which may be a page, as one line that says what to type instead."""
-    options = [option.removeprefix("--") for option in options]
-    keys = re.findall(r'Parser key "([^"]+)":', message)  # from the outside in
-    key = ".".join(keys)
-    if match := re.search(r"unrecognized arguments: (\S+)", message):
-        hint = _did_you_mean(match[1].removeprefix("--").split("=")[0], options, "--")
-        return f"unknown argument {match[1]}{hint}"
-    if match := re.search(r"does not accept option '([^']+)'", message):
-        return f"unknown key {_unknown_part(match[1], options)!r}{_did_you_mean(match[1], options)}"
-    if match := re.search(r"Option '([^']+)' is not accepted", message):
-        path = re.search(r"class_path[ =]'([^']+)'", message)
-        owner = path[1].rpartition(".")[2] if path else key
-        hint = _did_you_mean(match[1], _parameters(path[1] if path else ""))
-        return f"{key}: {owner} has no option {match[1]!r}{hint}"
-    if match := re.search(r"the following arguments are required: (.*?)(?:\. Got value.*)?$", message, re.M):
-        missing = re.sub(r"(fit|validate|test|predict)[.]", "", match[1])
-        of = f" of {key}" if key else ""
-        return f"missing: {missing}{of}; a --config file can give them"
-    if match := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
-        hint = _did_you_mean(match[2], dir(importlib.import_module(match[1])))
-        return f"{key}: {match[1]} has no {match[2]!r}{hint}"
-    if match := re.search(r"Problem with given class_path '([^']+)':\s+(?!Parser key)(\S.*)", message):
-        kind = re.search(r"Subtypes: \[<class '[\w.]+\.(\w+)'>", message)
-        where = key or ("trainer.logger" if kind and kind[1] == "Logger" else "class_path")
-        return f"{where}: {match[1].rpartition('.')[2]}: {match[2]}"
-    if "unhashable type" in message:
-        return f"{key}: class_path must be the path of a class, a word, such as {_example(key)}"
-    if match := re.search(
-        r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: (\S+),", message
-    ):
-        return f"{key}: there are several {match[1]}; give the whole path, such as {match[2]}"
-    return _explain_value(key, message.rpartition(f'Parser key "{keys[-1]}":')[2] if keys else message)
+def expand_card(arguments: list[str], subcommand: str) -> list[str]:
+    """The arguments with `--weights NAME` and `--pictures FOLDER` replaced by the configuration they stand for."""
+    weights, arguments = take_option(arguments, "--weights")
+    pictures, arguments = take_option(arguments, "--pictures")
+    if weights is None and pictures is None:
+        return arguments
+    if pictures is not None and subcommand != "predict":
+        raise UsageError(f"--pictures is for predict: {subcommand} needs images with labels, given by --data")
+    if subcommand == "fit":
+        raise UsageError(
+            "fit starts from weights with --model.weights; --weights is for validate, test, predict"
+        )
+    if weights is None:
+        raise UsageError(
+            "--pictures needs --weights NAME, whose card knows the classes and the size; with --ckpt_path of a run on an "
+            "ImageFolder, --data.predict_root FOLDER names images"
+        )
+    try:
+        checkpoint = find_checkpoint(weights)
+    except CheckpointError as error:
+        raise UsageError(f"weights: {error}") from error
+    config = {"model": _model(checkpoint), "data": _data(checkpoint.card, pictures)}
+    return [arguments[0], "--config", yaml.safe_dump(config, allow_unicode=True), *arguments[1:]]
 
 
-def _explain_value(key: str, problem: str) -> str:
-    """What was expected of a key and what it got, from the innermost part of a message."""
-    kinds = [
-        *re.findall(r"<class '([^']+)'>(?=\n|\.|$)", "\n".join(re.findall(r"Expected an? (.*)", problem)))
-    ]
-    kinds += [kind.replace(", ", " or ") for kind in re.findall(r"Literal\[([^]]+)\]", problem)]
-    given = re.search(
-        r"Given value: (.*?)(?:\. Got value.*)?$|Got value: (.*?)(?:\. Got value.*)?$", problem, re.MULTILINE
-    )
-    unknown = re.search(r"Expected a dot import path string: (\S+)", problem)
-    simple = [kind.replace("NoneType", "null") for kind in dict.fromkeys(kinds) if kind != "torch.Tensor"]
-    if unknown and simple in ([], ["null"]):
-        return f"{key}: {unknown[1]!r} is no known class; give its whole path, such as {_example(key)}"
-    value = re.search(r"but got (.*?)\. Got value|Given value: (.*)", problem)
-    if value and re.search(r"Expected an import path or a subclass spec|Subclass types expect", problem):
-        return f"{key}: expected a class, such as {_example(key)}, got {value[1] or value[2]}"
-    if simple and given:
-        return f"{key}: expected {' or '.join(simple)}, got {given[1] or given[2]}"
-    line = " ".join(problem.split())
-    return f"{key}: {line}" if key else line
+def _model(checkpoint: Checkpoint) -> dict[str, Any]:
+    card = checkpoint.card
+    refuse_classes(card.arguments, f"weights: the card of {card.name}")
+    return card.spec.options() | {"weights": str(checkpoint.weights), "optimizer": UNUSED}
 
 
-def _example(key: str) -> str:
-    """The path of a class that may stand at a key."""
-    examples = {
-        "data": "ortho_vit.data.CIFAR10",
-        "model.scheduler": "torch.optim.lr_scheduler.StepLR",
-        "trainer.logger": "lightning.pytorch.loggers.CSVLogger",
-    }
-    return next(
-        (path for start, path in examples.items() if key.startswith(start)), "ortho_vit.optim.StiefelSGD"
-    )
-
-
-def _unknown_part(key: str, options: list[str]) -> str:
-    """The key up to where it stops being known."""
-    parts = key.split(".")
-    for n in range(1, len(parts)):
-        if not any(
-            option == ".".join(parts[:n]) or option.startswith(".".join(parts[:n]) + ".")
-            for option in options
-        ):
-            return ".".join(parts[:n])
-    return key
+def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
+    data = card.recipe.get("data")
+    kind = str(data.get("class_path")) if isinstance(data, dict) else ""
+    if pictures is not None:
+        arguments = {
+            "folder": pictures,
+            "classes": card.classes,
+            "image_size": card.golden.shape[-1],
+            "mean": card.mean,
+            "std": card.std,
+            "crop_pct": card.crop_pct,
+        }
+        return {"class_path": "ortho_vit.data.UnlabelledImages", "init_args": arguments}
+    return data if kind.startswith("ortho_vit.data.") else None
 
 
 def refuse_classes(value: Any, source: str) -> None:
@@ -242,19 +210,3 @@ def refuse_classes(value: Any, source: str) -> None:
         raise UsageError(f"{source} is refused: among the model's arguments it names {value['class_path']!r}")
     for item in nested:
         refuse_classes(item, source)
-
-
-def _did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
-    words = list(words)
-    known = _unknown_part(word, words) if "." in word else word
-    groups = {".".join(w.split(".")[: known.count(".") + 1]) for w in words}
-    close = difflib.get_close_matches(known, groups, n=1) or difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
-
-
-def _parameters(class_path: str) -> list[str]:
-    module, _, name = class_path.rpartition(".")
-    try:
-        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-    except (ImportError, AttributeError, ValueError):
-        return []

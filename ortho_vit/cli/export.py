@@ -1,7 +1,8 @@
 """`python train.py export`: a run becomes an entry of the zoo, weights and card, its accuracy measured again.
 
-    python train.py export --ckpt_path RUN/checkpoints/best.ckpt --name TAG
+    python train.py export --ckpt_path RUN --name TAG
 
+RUN is the folder of a run or one of its checkpoints; `best` stands for the newest run below runs/.
 The weights are those that `test` would use, averaged ones where the run averaged them.  The data set is that of the run's
 `config.yaml`; its test set gives the accuracy and the pictures whose logits go on the card.
 """
@@ -15,10 +16,13 @@ from typing import Any, NoReturn
 
 import lightning as L
 import torch
+import yaml
 from torch import Tensor
 
-from ortho_vit.cli.compose import explain
+from ortho_vit.cli.changes import changed, read_changes
 from ortho_vit.cli.entry import program
+from ortho_vit.cli.from_run import ROOT, newest_checkpoint
+from ortho_vit.cli.messages import explain, options_of
 from ortho_vit.cli.run_folder import config_beside, read_config, read_run
 from ortho_vit.data.augment import to_pixels
 from ortho_vit.errors import UsageError
@@ -32,10 +36,11 @@ from ortho_vit.models.weights import (
 )
 from ortho_vit.resources import checkpoints_folder
 from ortho_vit.training.classifier import Classifier, check_classes, class_at, stored_classes
-from ortho_vit.training.reporting import DataLine, named_for, summary
+from ortho_vit.training.reporting import StartLines, named_for, summary
 
 PICTURES = 8
-PLACES = ("download", "num_workers", "predict_root")  # of a data module, and no part of the recipe
+# Of a data module, and no part of the recipe
+PLACES = ("download", "num_workers", "predict_root", "class_names")
 TRAINER = (
     "max_epochs", "max_steps", "max_time", "devices", "num_nodes", "precision", "accumulate_grad_batches",
     "gradient_clip_val", "gradient_clip_algorithm", "limit_train_batches", "callbacks",
@@ -46,7 +51,7 @@ DEFAULTS = inspect.signature(L.Trainer).parameters
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(explain(message, [o for action in self._actions for o in action.option_strings]))
+        raise UsageError(explain(message, options_of(self)))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -55,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--ckpt_path", metavar="FILE", help="checkpoint of the run")
+    add("--ckpt_path", metavar="FILE", help="checkpoint of the run, its folder, or `best` of the newest run")
     add("--name", help="architecture.tag, or the tag alone")
     add(
         "--folder",
@@ -66,6 +71,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--data.root", dest="root", metavar="FOLDER", help="where the data lie, if not where the run had them"
     )
+    add(
+        "--data.class_names", dest="class_names", metavar="MAPPING", type=_mapping,
+        help="what classes are called, by their folders, where the data calls them otherwise: '{red_apple: apple}'",
+    )  # fmt: skip
     add("--licence", default="unknown", help="of the weights, such as MIT or CC-BY-4.0 (default: unknown)")
     add(
         "--golden_images", choices=("true", "false"), default="false",
@@ -73,8 +82,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if not options.ckpt_path or not options.name:
-        raise UsageError("export needs --ckpt_path RUN/checkpoints/best.ckpt and --name TAG")
+        raise UsageError("export needs --ckpt_path RUN, the folder of a run, and --name TAG")
     return options
+
+
+def _mapping(text: str) -> dict[str, str]:
+    value = yaml.safe_load(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a mapping such as '{{red_apple: apple}}', got {text}")
+    return {str(key): str(name) for key, name in value.items()}
 
 
 class Export:
@@ -82,6 +98,7 @@ class Export:
 
     def __init__(self, arguments: list[str]) -> None:
         self.options = options = parse(arguments)
+        options.ckpt_path = str(newest_checkpoint(options.ckpt_path, Path(ROOT), "export"))
         self.checkpoint = read_run(options.ckpt_path)
         self.hparams = self.checkpoint["hyper_parameters"]
         self.name = _full_name(options.name, self.hparams["name"].partition(".")[0])
@@ -91,7 +108,9 @@ class Export:
         if self.target.exists() and options.overwrite == "false":
             raise UsageError(f"{self.target} exists already; --overwrite true replaces it")
         self.config_path = Path(options.config) if options.config else config_beside(options.ckpt_path)
-        self.config = read_config(self.config_path)
+        step = self.checkpoint["global_step"]
+        self.changes = [line for line in read_changes(self.config_path.parent) if line["step"] < step]
+        self.config = changed(read_config(self.config_path), self.changes)
         self.model = _model(self.checkpoint, options.ckpt_path)
         check_weights(self.model.model, self.name)
         self.data = self._data()
@@ -103,6 +122,8 @@ class Export:
         arguments = dict(described.get("init_args") or {})
         if self.options.root:
             arguments["root"] = self.options.root
+        if self.options.class_names:
+            arguments["class_names"] = self.options.class_names
         try:
             data = class_at(described["class_path"], L.LightningDataModule, "a data module")(**arguments)
         except (TypeError, ValueError) as error:
@@ -115,7 +136,7 @@ class Export:
     def run(self) -> None:
         trainer = L.Trainer(
             devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
-            enable_progress_bar=False, callbacks=[DataLine()],
+            enable_progress_bar=False, callbacks=[StartLines()],
         )  # fmt: skip
         results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
         results = named_for(self.data, dict(results))
@@ -142,6 +163,7 @@ class Export:
             overwrite=True,  # asked for, or nothing was there
         )
         rows = {name.replace("/", " ").replace("_", " "): f"{value:.2%}" for name, value in accuracy.items()}
+        rows["checkpoint"] = self.options.ckpt_path
         print(summary(rows | {"weights": str(written), "measure it": self._command()}), flush=True)
 
     def _command(self) -> str:
@@ -150,7 +172,10 @@ class Export:
         return f"{program()} test --weights {self.name if own else shlex.quote(str(self.target))}"
 
     def _recipe(self) -> dict[str, Any]:
-        """What, besides model and optimizer, it takes to train it again, by the keys of a configuration."""
+        """What, besides model and optimizer, it takes to train it again, by the keys of a configuration.
+
+        Where the run was changed on the way, these are the last values, and `changes` has those before, by step.
+        """
         data, trainer = self.config["data"], self.config.get("trainer") or {}
         arguments = {k: v for k, v in (data.get("init_args") or {}).items() if k not in PLACES}
         if Path(str(arguments.get("root", ""))).is_absolute():
@@ -159,13 +184,14 @@ class Export:
         model = {k: v for k, v in self.hparams.items() if k not in on_the_card and v is not None}
         if start := (self.config.get("model") or {}).get("weights"):  # which a resumed run has no more
             model["weights"] = Path(start).name
-        return {
+        recipe = {
             "seed_everything": self.config.get("seed_everything"),
             "model": model,
             "data": {"class_path": data["class_path"], "init_args": arguments},
             "trainer": {k: trainer[k] for k in TRAINER if k in trainer and trainer[k] != DEFAULTS[k].default},
             "steps": self.checkpoint["global_step"],
         }
+        return recipe | ({"changes": self.changes} if self.changes else {})
 
 
 def _full_name(name: str, architecture: str) -> str:

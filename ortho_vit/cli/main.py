@@ -19,18 +19,20 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from ortho_vit.cli.changes import Changes, check_changes, find_changes, record_changes
-from ortho_vit.cli.compose import config_files, expand, explain, refuse_classes, take_option
+from ortho_vit.cli.compose import config_files, expand, expand_card, refuse_classes, take_option
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
-from ortho_vit.cli.from_card import expand_card
-from ortho_vit.cli.run_folder import classes_of, read_config, read_run, run_of, with_spec
-from ortho_vit.cli.zoo import Zoo
+from ortho_vit.cli.from_run import expand_run, find_checkpoint
+from ortho_vit.cli.lightning_cli import DeferredCLI
+from ortho_vit.cli.messages import explain, options_of
+from ortho_vit.cli.run_folder import classes_of, read_config, read_run, removed_if_empty, run_of, with_spec
+from ortho_vit.cli.zoo import COMMANDS, Zoo
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
@@ -41,8 +43,9 @@ from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
 from ortho_vit.training.reporting import (
-    DataLine,
     History,
+    LearningRates,
+    StartLines,
     TensorBoard,
     as_table,
     describe,
@@ -53,14 +56,9 @@ from ortho_vit.training.reporting import (
 )
 from ortho_vit.training.stopping import Stopped, signals
 
-MAY_CHANGE = (
-    "weights",
-    "skip_nonfinite",
-    "compile",
-    "optimizer.init_args.shard_stiefel",
-)  # in a run that is resumed
-OF_THE_ZOO = ("models", "info", "verify", "onnx")
-SUBCOMMANDS = ("fit", "validate", "test", "predict", "export", *OF_THE_ZOO)
+# Options of the model that may differ when a run is resumed:
+MAY_CHANGE = ("weights", "skip_nonfinite", "compile", "optimizer.init_args.shard_stiefel")
+SUBCOMMANDS = ("fit", "validate", "test", "predict", "export", *COMMANDS)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -72,7 +70,7 @@ class SaveConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
-class CommandLine(LightningCLI):
+class CommandLine(DeferredCLI):
     """Parses and instantiates; `run` does what the sub-command says."""
 
     trainer: Trainer
@@ -84,6 +82,7 @@ class CommandLine(LightningCLI):
             arguments = ["fit", *arguments]
         self._chosen, self._arguments = arguments[0], arguments
         self._is_new = False  # whether a folder has to be created for the run
+        self._created: Path | None = None  # that folder
         self._data: Any = None  # where it was needed for the number of classes
         self._preloaded: Preloaded | None = None  # the checkpoint that is resumed or evaluated
         self._allowed: list[str] = []  # changes of a run that is resumed
@@ -113,7 +112,7 @@ class CommandLine(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--name", type=str | None, default=None, help="folder of the run, below default_root_dir"
+            "--name", type=str | None, default=None, help="the folder of the run, below default_root_dir"
         )
         parser.add_argument(
             "--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end"
@@ -126,10 +125,18 @@ class CommandLine(LightningCLI):
         )
         if self._chosen != "fit":
             parser.add_argument(
-                "--weights", type=str | None, default=None, help="weights of the zoo, with model and data"
+                "--weights",
+                type=str | None,
+                default=None,
+                help="trained weights, whose card names model and data",
             )
         if self._chosen == "predict":
-            parser.add_argument("--pictures", type=str | None, default=None, help="a folder; needs --weights")
+            parser.add_argument(
+                "--pictures",
+                type=str | None,
+                default=None,
+                help="a folder of images, or one image; needs --weights",
+            )
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
         parser.add_lightning_class_args(AttentionImages, "images")
@@ -143,7 +150,7 @@ class CommandLine(LightningCLI):
         subcommand, files = self._chosen, config_files(args)
         allowed, args = take_option(args, "--allow_changes")
         self._allowed = allowed.split(",") if allowed else []
-        self._parse(parser, expand_card(expand(args), subcommand), subcommand)
+        self._parse(parser, expand_run(expand_card(expand(args), subcommand), subcommand))
         config = self.config[subcommand]
         if config.get("weights") or config.get("pictures"):  # abbreviated, or in a file
             raise UsageError("write --weights and --pictures out, on the command line")
@@ -158,7 +165,8 @@ class CommandLine(LightningCLI):
             raise UsageError(
                 f"name must be a folder below default_root_dir, got {config.name!r}; --trainer.default_root_dir says where"
             )
-        config.ckpt_path = path = self._find_checkpoint(subcommand, config)
+        folder = Path(config.trainer.default_root_dir or ".") / config.name
+        config.ckpt_path = path = config.ckpt_path and find_checkpoint(config.ckpt_path, folder, subcommand)
         if path is None:
             if subcommand != "fit" and config.model.weights is None:
                 raise UsageError(
@@ -169,7 +177,7 @@ class CommandLine(LightningCLI):
         if subcommand == "fit":
             refuse_to_lose_steps(path)
             self._compare(path)
-        self._take_over(subcommand, self._preloaded.content["hyper_parameters"], path)
+        self._take_over(self._preloaded.content["hyper_parameters"], path)
 
     def _compare(self, path: str) -> None:
         """Refuse to resume as another run than the `config.yaml` beside the checkpoint describes."""
@@ -184,36 +192,24 @@ class CommandLine(LightningCLI):
 
     def _plain(self, config: Any) -> dict[str, Any]:
         """A configuration as plain values."""
-        return yaml.safe_load(self._parser(self._chosen).dump(config, skip_none=False, skip_validation=True))
+        return yaml.safe_load(
+            self.parser_of(self._chosen).dump(config, skip_none=False, skip_validation=True)
+        )
 
-    def _parse(self, parser: LightningArgumentParser, arguments: list[str], subcommand: str) -> None:
+    def _parse(self, parser: LightningArgumentParser, arguments: list[str]) -> None:
         try:
             self.config = parser.parse_args(arguments)
         except argparse.ArgumentError as error:
             raise UsageError(explain(str(error), self._options())) from error
 
     def _options(self) -> list[str]:
-        actions = self._subcommand_parsers[self._chosen]._actions
-        return [option for action in actions for option in action.option_strings]
+        return options_of(self.parser_of(self._chosen))
 
-    def _find_checkpoint(self, subcommand: str, config: Any) -> str | None:
-        path = config.ckpt_path
-        if path not in ("last", "best"):
-            return path
-        folder = Path(config.trainer.default_root_dir or ".") / config.name
-        found = sorted(folder.glob(f"version_*/checkpoints/{path}.ckpt"), key=lambda p: p.stat().st_mtime)
-        if found:
-            return str(found[-1])
-        if subcommand == "fit":
-            print(f"no {path}.ckpt below {folder} yet: starting from the beginning")
-            return None
-        raise UsageError(f"no {path}.ckpt below {folder}; give its path, or --name of the run")
-
-    def _take_over(self, subcommand: str, stored: dict[str, Any], path: str) -> None:
-        """The model of a checkpoint: to resume it must be the configuration's; otherwise it replaces it."""
+    def _take_over(self, stored: dict[str, Any], path: str) -> None:
+        """Use the model of a checkpoint; to resume a run, it must be the model of the configuration."""
         refuse_classes(stored.get("model_kwargs"), path)
-        config = self.config[subcommand]
-        if subcommand == "fit":
+        config = self.config[self._chosen]
+        if self._chosen == "fit":
             ours = with_spec(self._plain(config)["model"], "model")
             different = [
                 f"{key} was {old}, now {new}"
@@ -231,16 +227,13 @@ class CommandLine(LightningCLI):
             "skip_nonfinite": config.model.skip_nonfinite,
             "compile": config.model.compile,
         }
-        values = {subcommand: {"model": stored | free}}
+        values = {self._chosen: {"model": stored | free}}
         try:
             self.config = self.parser.parse_object(values, self.config)
         except (argparse.ArgumentError, TypeError) as error:
             raise UsageError(
-                f"{path} is no checkpoint of ours: {explain(str(error), self._options())}"
+                f"{path} is not a checkpoint of ours: {explain(str(error), self._options())}"
             ) from error
-
-    def _parse_ckpt_path(self) -> None:
-        """Done in `parse_arguments`, and more carefully."""
 
     # --------------------------------------------------------------------------------------- instantiation
 
@@ -254,9 +247,8 @@ class CommandLine(LightningCLI):
         if config.model.num_classes is None:
             described = config.data.as_dict()
             data = instantiate_class((), described)
-            if "class_path" not in str(
-                described.get("init_args")
-            ):  # objects among them are the parser's to build
+            # The parser builds objects among the arguments
+            if "class_path" not in str(described.get("init_args")):
                 self._data = data
             if not hasattr(data, "num_classes"):
                 raise UsageError(
@@ -272,10 +264,8 @@ class CommandLine(LightningCLI):
             config.data = None
         try:
             super().instantiate_classes()
-        except (
-            ValueError
-        ) as error:  # of a class that the parser could not make, such as a logger that is not installed
-            if "Problem with given class_path" not in str(error):
+        except ValueError as error:
+            if "Problem with given class_path" not in str(error):  # such as a logger that is not installed
                 raise
             raise UsageError(explain(str(error), ())) from error
         finally:
@@ -299,15 +289,15 @@ class CommandLine(LightningCLI):
             kwargs["logger"] = fitting and TensorBoard(folder, name, version, default_hp_metric=False)
         return super().instantiate_trainer(**kwargs)
 
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+    def last_callbacks(self, config: dict[str, Any]) -> list[Callback]:
         """Reporting callbacks run after the callbacks that compute metrics."""
         self.history = History()
-        callbacks = [*callbacks, DataLine(), self.history]
+        callbacks: list[Callback] = [StartLines(), self.history]
         if config["logger"] and not config["fast_dev_run"]:
-            callbacks += [LearningRateMonitor(logging_interval="step"), HyperParameters(self._values())]
+            callbacks += [LearningRates(), HyperParameters(self._values())]
         if config["enable_progress_bar"] is not False:
             callbacks.append(progress_bar())
-        return super()._instantiate_trainer(config, callbacks)
+        return callbacks
 
     def _values(self) -> dict[str, Any]:
         """What the model's hyper-parameters do not say about a run."""
@@ -315,13 +305,10 @@ class CommandLine(LightningCLI):
         trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision")}
         return {"seed": config.seed_everything, "data": self._described.as_dict(), "trainer": trainer}
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Not while the object is being made: see `run`."""
-
     # --------------------------------------------------------------------------------------------- running
 
     def run(self) -> None:
-        self.model.check_pictures(self.datamodule)
+        self.model.check_images(self.datamodule)
         config = self.config_init[self.subcommand]
         if self.subcommand != "fit" and not config.ckpt_path and self.model.untrained_head:
             raise UsageError(
@@ -337,14 +324,12 @@ class CommandLine(LightningCLI):
             self.model.new_seed = "seed_everything" in self._allowed
         elif self.subcommand != "fit" and weights is not None:
             check_classes(classes_of(weights), self.datamodule, weights)
-        super()._run_subcommand(str(self.subcommand))
+        self.run_subcommand()
 
     def fit(self, **kwargs: Any) -> None:
         config = self.config_init[self.subcommand]
-        self._say(describe(self.model.model, config.model.hparams["name"], self.model.hparams["optimizer"]))
-        if (
-            self.trainer.world_size == 1
-        ):  # data that is missing or damaged is known before the run has a folder
+        self._say(describe(self.model.model, config.model.hparams["name"]))
+        if self.trainer.world_size == 1:  # reports missing or damaged data before the run has a folder
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
             if config.test_after_fit:
@@ -352,26 +337,30 @@ class CommandLine(LightningCLI):
         checkpoints: Checkpoints = config.checkpoints
         if self.trainer.is_global_zero and not is_trial(self.trainer):
             self._claim_folder(checkpoints)
+            run = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+            self._say(f"run: {run}")
             if self._changes:
-                run = Path(self.trainer.log_dir or self.trainer.default_root_dir)
                 record_changes(run, self._changes, self._step)
-        self.trainer.fit(**kwargs)
+        with removed_if_empty(self._created, self.trainer):
+            self.trainer.fit(**kwargs)
         results: dict[str, Any] = {}
         if config.test_after_fit and not is_trial(self.trainer):
             best = checkpoints.best_path
-            results = dict(
-                self.trainer.test(
-                    self.model, datamodule=self.datamodule, ckpt_path=best and str(best), verbose=False
-                )[0]
-            )
+            kwargs = {"datamodule": self.datamodule, "ckpt_path": best and str(best), "verbose": False}
+            results = dict(self.trainer.test(self.model, **kwargs)[0])
         elif checkpoints.best_score is not None:
             results = {f"best {checkpoints.monitor}": checkpoints.best_score}
         self._summarize(results)
         if self.trainer.log_dir and checkpoints.best_path:
             run = Path(self.trainer.log_dir)
-            command = f"{program()} test --config {run / 'config.yaml'} --ckpt_path {checkpoints.best_path}"
-            board = isinstance(self.trainer.logger, TensorBoardLogger)
-            self._say(f"test it: {command}" + (f"   logs: tensorboard --logdir {run}" if board else ""))
+            command = f"{program()} test --ckpt_path {shlex.quote(str(run))}"
+            logger = self.trainer.logger
+            board = (
+                f"   logs: tensorboard --logdir {logger.save_dir}"
+                if isinstance(logger, TensorBoardLogger)
+                else ""
+            )
+            self._say(f"test it: {command}{board}")
 
     def _require_test_set(self) -> None:
         """Raise UsageError where the test at the end would have nothing to test on."""
@@ -388,7 +377,7 @@ class CommandLine(LightningCLI):
         logger, trainer = self.trainer.logger, self.trainer
         if self._is_new:
             assert isinstance(logger, TensorBoardLogger)
-            folder = next_folder(Path(logger.root_dir), "version_")
+            self._created = folder = next_folder(Path(logger.root_dir), "version_")
             version = int(folder.name.removeprefix("version_"))
             trainer.logger = logger = TensorBoard(
                 logger.save_dir, logger.name, version, default_hp_metric=False
@@ -415,7 +404,8 @@ class CommandLine(LightningCLI):
             return
         if writer.count:
             self._say(as_table(("file", "class", "probability"), writer.preview))
-        self._say(f"{writer.count} predictions in {writer.target}")
+        source = f", by {kwargs['ckpt_path']}" if kwargs["ckpt_path"] else ""
+        self._say(f"{writer.count} predictions in {writer.target}{source}")
 
     def stopped(self, stop: Stopped) -> str:
         """Where training has stopped, and how to continue it."""
@@ -457,18 +447,15 @@ class CommandLine(LightningCLI):
 
 
 def _check_trainer(trainer: Any) -> None:
-    """What Lightning finds out by a division by zero, or not at all."""
+    """Raise UsageError for values that Lightning reports by a division by zero, or not at all."""
     endless = trainer.max_epochs in (None, -1) and trainer.max_steps == -1
     if endless and not trainer.fast_dev_run:
         raise UsageError(
             "the schedule needs to know its end: give --trainer.max_epochs or --trainer.max_steps"
         )
     for name in (
-        "accumulate_grad_batches",
-        "check_val_every_n_epoch",
-        "val_check_interval",
-        "limit_train_batches",
-    ):
+        "accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval", "limit_train_batches",
+    ):  # fmt: skip
         value = getattr(trainer, name)
         if isinstance(value, int | float) and value == 0:
             raise UsageError(f"trainer.{name} must be positive, got {value}")
@@ -560,12 +547,7 @@ def _named(stop: Stopped) -> str:
 
 def _continuing(arguments: list[str], checkpoint: Path) -> str:
     """The command that goes on from a checkpoint, from the arguments of the one that was stopped."""
-    kept, rest = [], iter(arguments)
-    for argument in rest:
-        if argument == "--ckpt_path":
-            next(rest, None)
-        elif not argument.startswith("--ckpt_path="):
-            kept.append(argument)
+    _, kept = take_option(arguments, "--ckpt_path")
     start = program()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         start = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {sys.argv[0]}"
@@ -576,7 +558,7 @@ def _command(arguments: list[str]) -> Any:
     """What the arguments ask for, parsed."""
     if arguments[0] == "export":
         return Export(arguments[1:])
-    return Zoo(arguments) if arguments[0] in OF_THE_ZOO else CommandLine(arguments)
+    return Zoo(arguments) if arguments[0] in COMMANDS else CommandLine(arguments)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,12 @@
 """A run on disk: a checkpoint, and the configuration that it was trained with beside it."""
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import yaml
 
 from ortho_vit.errors import CheckpointError, UsageError
@@ -72,3 +76,24 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or "class_path" not in data:
         raise UsageError(f"{path} names no data; give the config.yaml that the run wrote")
     return config
+
+
+@contextlib.contextmanager
+def removed_if_empty(created: Path | None, trainer: L.Trainer) -> Iterator[None]:
+    """Remove the folder that was created for a run if the run fails before its first step.
+
+    There is nothing in it to continue or to look at.  Several processes may still use it, so theirs stays.
+    """
+    try:
+        yield
+    except BaseException:
+        if (
+            created
+            and trainer.world_size == 1
+            and not trainer.global_step
+            and not any(created.rglob("*.ckpt"))
+        ):
+            shutil.rmtree(created, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                created.parent.rmdir()  # unless there are other runs
+        raise

@@ -10,9 +10,8 @@ NAME is what `--weights` takes: a name with its tag, a file, a folder or an http
 
 import argparse
 import importlib.util
-import os
+import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Parser
 from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.files import replacing
 from ortho_vit.models import Checkpoint, find_checkpoint, list_models, load_checkpoint, verify_checkpoint
 from ortho_vit.models.card import GOLDEN_TOLERANCE
 from ortho_vit.training.reporting import as_table, summary
@@ -31,35 +31,29 @@ class Zoo:
     """One of the commands of this file, parsed; `run` does it."""
 
     def __init__(self, arguments: list[str]) -> None:
-        command, *rest = arguments
-        parser = Parser(
-            f"{program()} {command}",
-            description=__doc__.replace("ortho-vit", program()),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        if command == "models":
-            parser.add_argument("pattern", nargs="?", default="*", help='such as "*cifar10*"')
+        name, *rest = arguments
+        self.command = COMMANDS[name]
+        parser = Parser(f"{program()} {name}", description=self.command.__doc__, allow_abbrev=False)
+        if name == "models":
+            parser.add_argument("pattern", nargs="?", default="*", help='which to show, such as "*cifar10*"')
         else:
-            parser.add_argument("name", help="of the weights")
-        if command == "onnx":
-            parser.add_argument("out", help="the file to write")
-            parser.add_argument("--overwrite", choices=("true", "false"), default="false", help="replace it")
+            parser.add_argument("name", help="a name with its tag, a file, a folder or an https address")
+        if name == "onnx":
+            parser.add_argument("out", help="the file to write, which ends in .onnx")
+            parser.add_argument(
+                "--overwrite",
+                choices=("true", "false"),
+                default="false",
+                help="replace the file if it exists",
+            )
         self.options = parser.parse_args(rest)
-        commands: dict[str, Callable[[argparse.Namespace], None]] = {
-            "models": models,
-            "info": info,
-            "verify": verify,
-            "onnx": onnx,
-        }
-        self.command = commands[command]
 
     def run(self) -> None:
         self.command(self.options)
 
 
 def models(options: argparse.Namespace) -> None:
-    """Print the weights as a table."""
+    """List the trained weights as a table: their name, constraint, data, accuracy and number of parameters."""
     names = list_models(options.pattern, pretrained=True)
     if not names:
         raise UsageError(f"no weights match {options.pattern!r}; `{program()} models` lists them all")
@@ -83,7 +77,7 @@ def _accuracy(measured: dict[str, float]) -> str:
 
 
 def info(options: argparse.Namespace) -> None:
-    """Print the card of some weights."""
+    """Show the card of trained weights."""
     checkpoint = find_checkpoint(options.name)
     card = checkpoint.card
     n, channels, height, width = card.golden.shape
@@ -118,7 +112,7 @@ def _one_line(values: dict[str, Any]) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Load some weights and check everything that their card says about them."""
+    """Load trained weights, and check their hash, their orthogonality and the logits on their card."""
     checkpoint = find_checkpoint(options.name)
     error = verify_checkpoint(checkpoint)
     print(
@@ -130,25 +124,29 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def onnx(options: argparse.Namespace) -> None:
-    """Write some weights as an ONNX model, once onnxruntime, if installed, has computed the card's logits with it."""
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    """Write trained weights as an ONNX model for batches of any size; onnxruntime, if installed, checks it first."""
     target = Path(options.out)
     if target.suffix != ".onnx":
         raise UsageError(f"the file must end in .onnx, got {options.out!r}")
     if target.exists() and options.overwrite == "false":
         raise UsageError(f"{target} is there already; choose another name, or add --overwrite true")
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     checkpoint = find_checkpoint(options.name)
-    partial = target.with_name(f".{target.stem}.partial.onnx")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _export(load_checkpoint(checkpoint), checkpoint.card.golden.shape, partial)
+    with replacing(target) as partial:
+        _stage("1/3 loading the weights")
+        model = load_checkpoint(checkpoint)
+        _stage(f"2/3 exporting {checkpoint.card.parameters:,} parameters: 5 to 20 seconds on a CPU")
+        _export(model, checkpoint.card.golden.shape, partial)
+        _stage("3/3 comparing its logits with the card's")
         line = _check(checkpoint, partial)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
     print(f"{checkpoint.card.name} in {target}; {line}")
+
+
+def _stage(text: str) -> None:
+    """Say what is being done, beside the result on the standard output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _export(model: nn.Module, shape: list[int], path: Path) -> None:
@@ -196,3 +194,6 @@ class _Session(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         (logits,) = self.session.run(None, {"images": images.numpy()})
         return torch.from_numpy(logits)
+
+
+COMMANDS = {"models": models, "info": info, "verify": verify, "onnx": onnx}

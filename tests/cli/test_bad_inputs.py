@@ -4,9 +4,6 @@ A row is a name, a scene and a pattern.  The scene is a function that puts files
 wrong there: a command line (a list), or a call.  The folder also holds `digits.yaml`, a configuration that works.
 """
 
-import ortho_vit  # noqa: F401  (before anything imports torchvision)
-
-# isort: split
 import contextlib
 import hashlib
 import json
@@ -38,11 +35,10 @@ from ortho_vit.models import save_checkpoint
 from ortho_vit.optim import ProjectedStiefelSGD, RegularizedSGD, StiefelAdam, StiefelSGD
 from ortho_vit.stiefel import cayley, orthogonality_error, polar, random_stiefel
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein, sinkhorn
-from tests.data.test_cifar import Payload, contents, pack, place
-from tests.data.test_folder import bomb, opened, picture
-from tests.data.test_folder import folder as class_folders
+from tests.helpers.cifar_files import Payload, contents, pack, place
 from tests.helpers.command_line import DIGITS, REPOSITORY
-from tests.models.test_weights import ABOUT, NAME, build
+from tests.helpers.image_files import class_folders, huge_png, image_file, image_folder
+from tests.helpers.zoo_weights import ABOUT, NAME, build
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -120,18 +116,18 @@ def kwargs(text):
 COMMANDS = {
     "an unknown sub-command": (command("tset --config digits.yaml"), "unknown sub-command 'tset'; there are fit, "),
     "a stray word": (options("extra"), "unknown argument extra"),
-    "an unknown option": (options("--model.nme x"), "unknown argument --model.nme; did you mean --model.name"),
-    "an option of no group": (options("--modle.name x"), "unknown argument --modle.name; did you mean --model"),
-    "no option at all for --config": (command("fit --config"), "--config needs a file"),
+    "an unknown option": (options("--model.nme x"), "unknown argument --model.nme; did you mean '--model.name'"),
+    "an option of no group": (options("--modle.name x"), "unknown argument --modle.name; did you mean '--model"),
+    "no option at all for --config": (command("fit --config"), "--config needs a value"),
     "a configuration that is not there": (command("--config nothing.yaml"), "no configuration file nothing.yaml"),
     "a folder for a configuration": (command("--config ."), r"no configuration file \.: it is a folder"),
     "no optimizer": (command("--model.name ortho_vit_digits"), "missing: model.optimizer"),
     "a misspelt model": (options("--model.name ortho_vit_dgits"), "did you mean 'ortho_vit_digits'"),
     "a model without attention": (options("--model.name resnet18"), "no attention found in ResNet"),
-    "a model for other pictures": (options("--model.name ortho_vit_pico"), "not take pictures of 1×8×8 .*in_chans: 1"),
-    "other channels": (kwargs("{in_chans: 3}"), "not take pictures of 1×8×8 .*in_chans: 1, img_size: 8"),
+    "a model for other images": (options("--model.name ortho_vit_pico"), "not take images of 1×8×8 .*in_chans: 1"),
+    "other channels": (kwargs("{in_chans: 3}"), "not take images of 1×8×8 .*in_chans: 1, img_size: 8"),
     "a patch that does not divide": (kwargs("{patch_size: 3}"), "patch_size must divide img_size = 8, got 3"),
-    "a patch larger than the picture": (kwargs("{patch_size: 16}"), "patch_size must divide img_size = 8, got 16"),
+    "a patch larger than the image": (kwargs("{patch_size: 16}"), "patch_size must divide img_size = 8, got 16"),
     "heads that do not divide": (kwargs("{num_heads: 5}"), "cannot be built with .*'num_heads': 5.*divisible"),
     "no heads": (kwargs("{num_heads: 0}"), "cannot be built with .*'num_heads': 0"),
     "a misspelt keyword of the model": (kwargs("{depht: 3}"), "cannot be built with .*depht"),
@@ -140,9 +136,9 @@ COMMANDS = {
     "unknown projections": (kwargs("{projections: qq}"), "projections must be one of .* got 'qq'"),
     "a constraint typo": (options("--model.constraint inside"), "expected int or null or 'within' or 'across', got inside"),
     "an optimizer without constraint": (options("--model.optimizer torch.optim.AdamW"), "AdamW would ignore the constr"),
-    "a misspelt class": (options("--model.optimizer StiefelSGG"), "'StiefelSGG' is no known class"),
-    "a misspelt class with its path": (options("--model.optimizer ortho_vit.optim.StiefelSGG"), "mean StiefelSGD"),
-    "a misspelt hyper-parameter": (options("--model.optimizer.momentun 1"), "no option 'momentun'; did you mean mom"),
+    "a misspelt class": (options("--model.optimizer StiefelSGG"), "'StiefelSGG' is not a known class"),
+    "a misspelt class with its path": (options("--model.optimizer ortho_vit.optim.StiefelSGG"), "mean 'StiefelSGD'"),
+    "a misspelt hyper-parameter": (options("--model.optimizer.momentun 1"), "no option 'momentun'; did you mean 'mom"),
     "a negative learning rate": (options("--model.optimizer.lr -1"), "StiefelSGD: lr must be finite and >= 0, got -1"),
     "a word for a learning rate": (options("--model.optimizer.lr fast"), "lr: expected float, got fast"),
     "a momentum above one": (options("--model.optimizer.momentum 1.2"), r"momentum must be in \[0, 1\), got 1.2"),
@@ -157,8 +153,8 @@ COMMANDS = {
     "a freeze of everything": (options("--model.freeze \"['*']\""), "freeze leaves nothing to train"),
     "a label smoothing of one": (options("--model.label_smoothing 1"), r"label_smoothing must be in \[0, 1\), got 1"),
     "a negative warm-up": (options("--model.warmup_epochs -1"), "warmup_epochs must be at least 0, got -1"),
-    "unknown data": (options("--data Digit"), "data: 'Digit' is no known class"),
-    "a misspelt option of the data": (options("--data.batch_siz 3"), "no option 'batch_siz'; did you mean batch_size"),
+    "unknown data": (options("--data Digit"), "data: 'Digit' is not a known class"),
+    "a misspelt option of the data": (options("--data.batch_siz 3"), "no option 'batch_siz'; did you mean 'batch_size'"),
     "an empty batch": (options("--data.batch_size 0"), "batch_size must be at least 1, got 0"),
     "negative workers": (options("--data.num_workers -1"), "num_workers must be at least 0, got -1"),
     "a validation set of everything": (options("--data.val_size 5000"), r"val_size must be in \[0, 1438\) .* got 5000"),
@@ -170,7 +166,27 @@ COMMANDS = {
     "an unknown scheduler": (options("--model.scheduler StepLRR"), "whole path, such as torch.optim.lr_scheduler.StepLR"),
     "a scheduler of two libraries": (
         options("--model.scheduler ReduceLROnPlateau"), "several ReduceLROnPlateau; .* torch.optim.lr_scheduler.Reduce"),
-    "a scheduler without its length": (options("--model.scheduler StepLR"), "missing: step_size of model.scheduler"),
+    "a scheduler without its length": (
+        options("--model.scheduler StepLR"), "model.scheduler needs step_size: give --model.scheduler.step_size VALUE"
+    ),
+    "another name for the scheduler": (options("--lr_scheduler StepLR"), r"did you mean --model\.scheduler\?"),
+    "another name for its option": (
+        options("--lr_scheduler.step_size 3"), r"did you mean --model\.scheduler\.step_size\?"
+    ),
+    "another name for the rate": (options("--lr 0.1"), r"unknown argument --lr; did you mean --model\.optimizer\.lr\?"),
+    "an optimizer of no module": (
+        options("--model.optimizer foo.Bar"),
+        "model.optimizer: 'foo.Bar' cannot be used here: No module named 'foo'; give a class such as ortho_vit",
+    ),
+    "an optimizer that is a layer": (
+        options("--model.optimizer torch.nn.Linear"), "'torch.nn.Linear' cannot be used here: not a subclass of Optimizer"
+    ),
+    "data that is a layer": (options("--data torch.nn.Linear"), "data: .* not a subclass of LightningDataModule; give a"),
+    "a folder of images for a group of options": (
+        options("--images ."), "--images is a group of options.*given by --pictures FOLDER"
+    ),
+    "pictures to train on": (command("fit --pictures ."), "--pictures is for predict: fit needs images with labels"),
+    "pictures for a run": (command("predict --ckpt_path last --pictures ."), "--data.predict_root FOLDER names images"),
     "Lightning's option for a scheduler": (options("--lr_scheduler StepLR"), "did you mean --model.scheduler"),
     "a group that matches nothing": (
         options("--model.param_groups \"[{match: nothing}]\""), "param_groups: no parameter is called 'nothing'"),
@@ -190,13 +206,13 @@ COMMANDS = {
     "a checkpoint every no step": (options("--checkpoints.every_n_steps 0"), "every_n_steps must be at least 1"),
     "an unknown mode": (options("--checkpoints.mode best"), "expected 'max' or 'min', got best"),
     "a checkpoint that is not there": (options("--ckpt_path nothing.ckpt"), "ckpt_path: no checkpoint nothing.ckpt"),
-    "a folder for a checkpoint": (options("--ckpt_path ."), r"no checkpoint \.: it is a folder"),
+    "a folder for a checkpoint": (options("--ckpt_path ."), r"\. holds no checkpoints/last.ckpt: it is not"),
     "weights that are not there": (options("--model.weights no.safetensors"), "no weights no.safetensors"),
     "weights of no known name": (options("--model.weights ortho_vit_nano.x"), "no checkpoint 'ortho_vit_nano.x' in "),
     "a test without weights": (command("test --config digits.yaml"), "test needs trained weights: give"),
     "a prediction without weights": (command("predict --config digits.yaml"), "predict needs trained weights: give"),
     "the best of no run": (command("test --config digits.yaml --ckpt_path best"), "no best.ckpt below runs/digits"),
-    "pictures without weights": (command("predict --pictures ."), "--pictures needs --weights NAME"),
+    "images without weights": (command("predict --pictures ."), "--pictures needs --weights NAME"),
     "an export of nothing": (command("export --name x"), "export needs --ckpt_path"),
 }  # fmt: skip
 
@@ -226,8 +242,8 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 YAML = {
     "a bracket left open": (config("model: ["), "bad.yaml, line 1 is not YAML: expected"),
     "an indentation by a tab": (config("model:\n\tname: x"), r"bad.yaml, line 2 is not YAML: found character '\\t'"),
-    "a list": (config("- model"), "bad.yaml is no configuration: it holds no keys"),
-    "an empty file": (config(""), "bad.yaml is empty: it holds no keys"),
+    "a list": (config("- model"), "bad.yaml is not a configuration: it has no keys"),
+    "an empty file": (config(""), "bad.yaml is empty: it has no keys"),
     "two documents": (on_digits("---\nmodel: {}"), "bad.yaml, line 2 is not YAML: but found another document"),
     "a base of itself": (config("base: bad.yaml"), "in a circle: bad.yaml → bad.yaml"),
     "bases in a circle": (config("base: up.yaml", up="base: bad.yaml"), "circle: bad.yaml → up.yaml → bad.yaml"),
@@ -235,29 +251,30 @@ YAML = {
     "a base that is a folder": (config("base: ."), "named as a base by .*bad.yaml: it is a folder"),
     "a base that is a mapping": (config("base: {digits: yaml}"), "base must be a file or a list of files"),
     "a base that is not YAML": (config("base: up.yaml", up="x: ["), "up.yaml, line 1 is not YAML"),
-    "an unknown key": (on_digits("modle: {name: x}"), "unknown key 'modle'; did you mean model"),
-    "an unknown key below": (on_digits("model: {nme: x}"), "unknown key 'model.nme'; did you mean model.name"),
+    "an unknown key": (on_digits("modle: {name: x}"), "unknown key 'modle.name'; did you mean 'model.name'"),
+    "an unknown key below": (on_digits("model: {nme: x}"), "unknown key 'model.nme'; did you mean 'model.name'"),
     "an unknown key of the trainer": (
-        on_digits("trainer: {max_epoch: 3}"), "unknown key 'trainer.max_epoch'; did you mean trainer.max_epochs"),
+        on_digits("trainer: {max_epoch: 3}"), "unknown key 'trainer.max_epoch'; did you mean 'trainer.max_epochs'"),
     "an unknown option of a class": (
-        on_digits("model: {optimizer: {init_args: {lrr: 1}}}"), "StiefelSGD has no option 'lrr'; did you mean lr"),
-    "a key given twice": (on_digits("data: {init_args: {limit: 9, limit: 10}}"), "line 2: the key 'limit' is there tw"),
+        on_digits("model: {optimizer: {init_args: {lrr: 1}}}"), "StiefelSGD has no option 'lrr'; did you mean 'lr'"),
+    "a key given twice": (on_digits("data: {init_args: {limit: 9, limit: 10}}"), "line 2: the key 'limit' occurs tw"),
     "a list for a key": (on_digits("? [a, b]\n: c"), "line 2: a key must be a word"),
     "a value of another type": (on_digits("trainer: {max_epochs: many}"), "expected int or null, got many"),
-    "a model without keys": (config("model:"), "line 1: model must hold keys"),
-    "a trainer without keys": (on_digits("trainer: null"), "line 2: trainer must hold keys"),
+    "a model without keys": (config("model:"), "line 1: model must have keys"),
+    "a trainer without keys": (on_digits("trainer: null"), "line 2: trainer must have keys"),
     "no data": (on_digits("data: null"), "no data: give --data, such as ortho_vit.data.Digits"),
     "a call as a tag": (on_digits("name: !!python/object/apply:os.mkdir [ran]"), "line 2: the tag .*os.mkdir is refused"),
     "a name as a tag": (on_digits("name: !!python/name:os.mkdir"), "line 2: the tag .*os.mkdir is refused"),
     "a class that is no data": (
-        on_digits("data: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}"), "data: expected null, got"),
+        on_digits("data: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}"),
+        "data: 'subprocess.Popen' cannot be used here: not a subclass of Light"),
     "a class that is no optimizer": (
         on_digits("model: {optimizer: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}}"),
-        "model.optimizer: .*'subprocess.Popen' to be a subclass of"),
-    "a billion laughs": (config(LAUGHS), "bad.yaml holds more than 10000 values, its aliases written out"),
+        "model.optimizer: 'subprocess.Popen' cannot be used here: not a subclass of Optimizer"),
+    "a billion laughs": (config(LAUGHS), "bad.yaml has more than 10000 values, with its aliases"),
     "a value that contains itself": (config("a: &a [*a]"), "line 1: a value cannot contain itself"),
     "an alias of nothing": (config("a: *b"), "line 1 is not YAML: found undefined alias"),
-    "a nest of five thousand lists": (config("a: " + "[" * 5000), "bad.yaml is no configuration: it is nested too"),
+    "a nest of five thousand lists": (config("a: " + "[" * 5000), "bad.yaml is not a configuration: it is nested too"),
     "bytes that are not UTF-8": (config(b"model: \xff\xfe\xfa"), "bad.yaml is not YAML: 'utf-8' codec can't decode"),
     "a NUL": (config(b"model: a\0b"), "bad.yaml is not YAML: .*not allowed"),
     "a name that leads outside": (on_digits("name: ../up"), r"below default_root_dir, got '\.\./up'"),
@@ -278,7 +295,7 @@ def trained():
 
 
 def checkpoint():
-    """Its content, to be spoiled."""
+    """Its content, to be altered."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(trained())
         return torch.load(file.name, weights_only=True)
@@ -307,7 +324,7 @@ started = partial(file_for, "--model.weights", "run.ckpt")
 weights = partial(file_for, "--model.weights", "w.safetensors")
 
 
-def spoiled(change):
+def altered(change):
     """A checkpoint of a run after `change`."""
 
     def write(path):
@@ -319,7 +336,7 @@ def spoiled(change):
 
 
 def with_weight(key, change):
-    return spoiled(lambda content: content["state_dict"].update({key: change(content["state_dict"][key])}))
+    return altered(lambda content: content["state_dict"].update({key: change(content["state_dict"][key])}))
 
 
 def with_tensor(key, value):
@@ -411,22 +428,22 @@ CHECKPOINTS = {
     "a list": (resumed(lambda path: torch.save([1], path)), "run.ckpt is not a checkpoint: it holds a list"),
     "weights to be resumed": (resumed(lambda path: torch.save(tensors(), path)), "is no checkpoint of a run: if it hold"),
     "a run without its optimizer": (
-        resumed(spoiled(lambda content: content.pop("optimizer_states"))), "holds weights but no optimizer, so"),
+        resumed(altered(lambda content: content.pop("optimizer_states"))), "holds weights but no optimizer, so"),
     "hyper-parameters that are a word": (
-        resumed(spoiled(lambda c: c.update(hyper_parameters="name")), "test"), "run.ckpt is no checkpoint of a run"),
+        resumed(altered(lambda c: c.update(hyper_parameters="name")), "test"), "run.ckpt is no checkpoint of a run"),
     "an unknown hyper-parameter": (
-        resumed(spoiled(lambda c: c["hyper_parameters"].update(evil=3)), "test"), "is no checkpoint of ours: .*evil"),
+        resumed(altered(lambda c: c["hyper_parameters"].update(evil=3)), "test"), "is not a checkpoint of ours: .*evil"),
     "a hyper-parameter that runs code": (
-        resumed(spoiled(lambda c: c["hyper_parameters"].update(
+        resumed(altered(lambda c: c["hyper_parameters"].update(
             optimizer=POPEN)), "test"),
-        "run.ckpt is no checkpoint of ours: .*subprocess.Popen"),
+        "run.ckpt is not a checkpoint of ours: .*subprocess.Popen"),
     "a model's argument that runs code": (
-        resumed(spoiled(lambda c: c["hyper_parameters"].update(model_kwargs={"act_layer": POPEN})), "test"),
+        resumed(altered(lambda c: c["hyper_parameters"].update(model_kwargs={"act_layer": POPEN})), "test"),
         "run.ckpt is refused: among the model's arguments it names 'subprocess.Popen'"),
     "a card that runs code": (
         card_for("test", arguments={"depth": [{"deep": POPEN}]}),
         "the card of .* is refused: among the model's arguments it names 'subprocess.Popen'"),
-    "a state that is none": (started(spoiled(lambda c: c.update(state_dict=None))), "has no weights of a classifier in"),
+    "a state that is none": (started(altered(lambda c: c.update(state_dict=None))), "has no weights of a classifier in"),
     "a run of another model": (
         resumed(lambda _: trained(), "--model.name", "ortho_vit_nano"), "name was ortho_vit_digits, now ortho_vit_nano"),
     "a run of another constraint": (
@@ -440,7 +457,7 @@ CHECKPOINTS = {
     "a NaN in a run to be resumed": (
         resumed(with_weight(f"model.{NORM}", lambda x: x * NAN), "--trainer.max_epochs", "2"), "run.ckpt is refused: "),
     "a run without one of its weights": (
-        resumed(spoiled(lambda c: c["state_dict"].pop(f"model.{NORM}")), "--trainer.max_epochs", "2"),
+        resumed(altered(lambda c: c["state_dict"].pop(f"model.{NORM}")), "--trainer.max_epochs", "2"),
         f"run.ckpt is of another model: its 'model.{NORM}' is missing, or of another shape"),
     "a run off the manifold": (
         resumed(with_weight(f"model.{QKV}", lambda x: 2 * x), "test"), f"its 'model.{QKV}' is off the manifold by 3"),
@@ -474,11 +491,11 @@ CHECKPOINTS = {
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def cifar(spoil, form="binary folder", dataset=CIFAR10):
-    """A small data set that was spoiled; the call that reads it."""
+def cifar(damage, form="binary folder", dataset=CIFAR10):
+    """A small data set that was damaged; the call that reads it."""
 
     def scene(folder):
-        spoil(place(folder / "data", dataset, form))
+        damage(place(folder / "data", dataset, form))
         return lambda: dataset(root=str(folder / "data")).setup()
 
     return scene
@@ -491,7 +508,7 @@ def rewritten(name, change):
 def with_member(name, **attributes):
     """The archive with one more member: a file, or whatever its attributes say."""
 
-    def spoil(archive):
+    def damage(archive):
         layout = CIFAR10.layouts[0]
         pack(archive, {f"{layout.folder}/{file}": data for file, data in contents(CIFAR10, layout).items()})
         with tarfile.open(archive) as old:
@@ -505,7 +522,7 @@ def with_member(name, **attributes):
                     tar.addfile(member, file)
         archive.with_name("new").replace(archive)
 
-    return cifar(spoil, "binary archive")
+    return cifar(damage, "binary archive")
 
 
 def hostile_batch(folder):
@@ -513,28 +530,28 @@ def hostile_batch(folder):
     (folder / "data_batch_3").write_bytes(pickle.dumps({"data": payload, "labels": [0]}))
 
 
-def trains(spoil):
-    """Pictures of two classes, of which `spoil` has changed some; the call that reads a whole epoch of them."""
+def trains(damage):
+    """Images of two classes, of which `damage` has changed some; the call that reads a whole epoch of them."""
 
     def scene(folder):
-        root = class_folders(folder / "pictures", count=3)
-        spoil(root)
-        return lambda: list(opened(root, val_size=0).train_dataloader())
+        root = class_folders(folder / "images", count=3)
+        damage(root)
+        return lambda: list(image_folder(root, val_size=0).train_dataloader())
 
     return scene
 
 
 def damaged(content, name="cat/1.png"):
-    """One picture replaced by these bytes, or by what `content` makes of its own."""
+    """One image replaced by these bytes, or by what `content` makes of its own."""
 
-    def spoil(root):
+    def damage(root):
         old = (root / name).read_bytes()
         (root / name).write_bytes(content(old) if callable(content) else content)
 
-    return trains(spoil)
+    return trains(damage)
 
 
-def float_picture(root):
+def float_image(root):
     (root / "cat/1.png").unlink()
     Image.fromarray(np.ones((4, 4), np.float32)).save(root / "cat/1.tiff")
 
@@ -551,7 +568,7 @@ def removed(root):
 
 def predicts_nothing(folder):
     (folder / "new").mkdir()
-    return lambda: opened(folder, "predict", predict_root=str(folder / "new"))
+    return lambda: image_folder(folder, "predict", predict_root=str(folder / "new"))
 
 
 BINARY = "cifar-10-binary.tar.gz"
@@ -587,23 +604,23 @@ DATA = {
     "a batch that runs code": (cifar(hostile_batch, "python folder"), "data_batch_3 is damaged: .*asks for 'posix.mkdir'"),
     "a batch that is a text": (
         cifar(rewritten("data_batch_1", lambda _: b"text"), "python folder"), "data_batch_1 is damaged: it is not a batch"),
-    "no pictures": (lambda folder: lambda: opened(folder / "gone"), "gone does not exist; set data.root"),
-    "no classes": (lambda folder: lambda: opened(folder), "no class folders in .*; put the images into one for each"),
+    "not an images": (lambda folder: lambda: image_folder(folder / "gone"), "gone does not exist; set data.root"),
+    "no classes": (lambda folder: lambda: image_folder(folder), "no class folders in .*; put the images into one for each"),
     "nothing to predict": (predicts_nothing, "no images in .*new; put some there"),
-    "a class without pictures": (trains(emptied), "the class .'cat'. has no images to train on; put some"),
-    "one class of pictures": (trains(removed), "has one class only, 'cat'; put a second beside it"),
-    "a text among the pictures": (
-        trains(lambda root: (root / "cat/notes.txt").write_text("")), "notes.txt is not an image; mend it or take it out"),
+    "a class without images": (trains(emptied), "the class .'cat'. has no images to train on; put some"),
+    "one class of images": (trains(removed), "has one class only, 'cat'; put a second beside it"),
+    "a text among the images": (
+        trains(lambda root: (root / "cat/notes.txt").write_text("")), "notes.txt is not an image; repair or remove it"),
     "a class that training has not": (
-        trains(lambda root: [picture(root / part / "0.png") for part in ("train/a", "train/b", "val/c")]),
+        trains(lambda root: [image_file(root / part / "0.png") for part in ("train/a", "train/b", "val/c")]),
         "has the class .*'c'.*, which the training images do not have"),
-    "a truncated picture": (damaged(lambda old: old[: len(old) // 2]), "cannot read .*cat/1.png: .*; mend it or take it"),
-    "an empty picture": (damaged(b""), "cannot read .*cat/1.png: the file is empty; mend it or take it out"),
-    "a text called picture": (damaged(b"no picture"), "cannot read .*cat/1.png: not an image in a known format"),
-    "a picture of 3.6 billion pixels": (damaged(bomb()), "cannot read .*cat/1.png: too many pixels; mend it or take it"),
-    "a picture of real numbers": (trains(float_picture), "cannot read .*cat/1.tiff: floating-point pixels; save it with"),
+    "a truncated image": (damaged(lambda old: old[: len(old) // 2]), "cannot read .*cat/1.png: .*; repair or remove it"),
+    "an empty image": (damaged(b""), "cannot read .*cat/1.png: the file is empty; repair or remove it"),
+    "a text called image": (damaged(b"not an image"), "cannot read .*cat/1.png: not an image in a known format"),
+    "an image of 3.6 billion pixels": (damaged(huge_png()), "cannot read .*cat/1.png: too many pixels; repair or"),
+    "an image of real numbers": (trains(float_image), "cannot read .*cat/1.tiff: floating-point pixels; save it with"),
     "a deviation of zero": (lambda folder: lambda: ImageFolder(std=(1, 0, 1)), r"std must be positive, got \(1, 0, 1\)"),
-    "a picture of no size": (lambda folder: lambda: ImageFolder(image_size=0), "image_size must be at least 1, got 0"),
+    "an image of no size": (lambda folder: lambda: ImageFolder(image_size=0), "image_size must be at least 1, got 0"),
 }  # fmt: skip
 
 
@@ -683,7 +700,7 @@ class Widening(nn.Module):
         self.q, self.k, self.v = (nn.Linear(4, 6) for _ in "qkv")
 
 
-def spoiled_attention(value):
+def filled_attention(value):
     model = build(constraint=None)
     model.blocks[0].attn.qkv.weight.data.fill_(value)
     return model
@@ -773,9 +790,9 @@ TENSORS = {
     "a gradient of NaN to a baseline": (call(baseline_step, RGAS, (3, 2), NAN), "gradient is not finite; nothing was"),
     "a frame of rows to a baseline": (call(baseline_step, RAGAS, (2, 3), 1.0), r"of columns .*, got \(2, 3\); transpose"),
     "attention of NaN": (
-        call(orthogonalize, spoiled_attention(NAN), "within"), "blocks.0.attn.qkv.weight has entries that are not finite"),
+        call(orthogonalize, filled_attention(NAN), "within"), "blocks.0.attn.qkv.weight has entries that are not finite"),
     "attention of zeros": (
-        call(orthogonalize, spoiled_attention(0.0), "across"), "qkv.weight: .*rank-deficient .*init='random' starts from"),
+        call(orthogonalize, filled_attention(0.0), "across"), "qkv.weight: .*rank-deficient .*init='random' starts from"),
     "more rows than dimensions across heads": (
         call(orthogonalize, Widening(), "across"), "cannot be orthonormal across heads: .*; use constraint='within'"),
     "an unknown constraint": (call(orthogonalize, nn.Linear(2, 3), "inside"), "constraint must be 'within', .*'inside'"),
@@ -812,23 +829,23 @@ def test_the_script_ends_as_the_function_does(scenery, capsys):
     assert snapshot(scenery) == before
 
 
-# --------------------------------------------------------------------------------------- what a prediction goes past
+# --------------------------------------------------------------------------------------- what a prediction skips
 
 SKIPPED = {
-    "a truncated picture": lambda path: path.write_bytes(path.read_bytes()[:50]),
-    "an empty picture": lambda path: path.write_bytes(b""),
-    "a text called picture": lambda path: path.write_bytes(b"no picture"),
-    "a picture of 3.6 billion pixels": lambda path: path.write_bytes(bomb()),
+    "a truncated image": lambda path: path.write_bytes(path.read_bytes()[:50]),
+    "an empty image": lambda path: path.write_bytes(b""),
+    "a text called image": lambda path: path.write_bytes(b"not an image"),
+    "an image of 3.6 billion pixels": lambda path: path.write_bytes(huge_png()),
 }
 
 
-@pytest.mark.parametrize("spoil", SKIPPED.values(), ids=SKIPPED)
-def test_a_prediction_leaves_out_what_it_cannot_read_and_counts_it(scenery, spoil):
+@pytest.mark.parametrize("damage", SKIPPED.values(), ids=SKIPPED)
+def test_a_prediction_leaves_out_what_it_cannot_read_and_counts_it(scenery, damage):
     for name in "abc":
-        picture(scenery / f"new/{name}.png")
-    spoil(scenery / "new/b.png")
+        image_file(scenery / f"new/{name}.png")
+    damage(scenery / "new/b.png")
     before = snapshot(scenery)
-    data = opened(scenery, "predict", predict_root=str(scenery / "new"))
+    data = image_folder(scenery, "predict", predict_root=str(scenery / "new"))
     with pytest.warns(UserWarning, match=r"cannot read .*b\.png: .*; skipped"):
         names = [name for _, batch in data.predict_dataloader() for name in batch]
     with pytest.warns(UserWarning, match="skipped 1 of 3 images"):

@@ -1,5 +1,6 @@
 """Class names belong to weights: data with other names, or another order of them, is refused."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -93,6 +94,50 @@ def test_data_of_other_names_is_refused_in_one_line(renamed, capsys, command):
     assert error.count("\n") == 1, error
     assert "its class 0 is 'apple', but that of ImageFolder is 'leaf'; give data whose classes" in error
     assert before == {path: path.read_bytes() for path in renamed.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"fit --config {RUN}/config.yaml --trainer.max_epochs 2 --ckpt_path {RUN}",
+        f"test --ckpt_path {RUN}",
+        f"predict --ckpt_path {RUN} --predictions.path out.csv",
+        "test --weights zoo/ortho_vit_pico.fruit.safetensors --data.root images",
+        f"export --ckpt_path {RUN} --name again --folder zoo",
+    ],
+)
+def test_a_mapping_gives_the_data_the_names_of_the_weights(renamed, trained, capsys, command):
+    assert main([*command.split(), "--data.class_names", "{red_apple: apple}"]) == 0
+    # The same predictions, under the same names, as before the folder was renamed
+    if command.startswith("predict"):
+        capsys.readouterr()
+        shutil.copytree(trained / "images", "before")
+        assert main(["predict", "--ckpt_path", RUN, "--data.root", "before", "--predictions.path", "-"]) == 0
+        rows = [line.replace("red_apple/", "apple/") for line in Path("out.csv").read_text().splitlines()]
+        assert sorted(rows) == sorted(capsys.readouterr().out.splitlines())
+    if command.startswith("export"):
+        again, before = (
+            json.loads(Path(f"zoo/ortho_vit_pico.{name}.json").read_text()) for name in ("again", "fruit")
+        )
+        assert again["classes"] == before["classes"] == ["apple", "leaf"]
+        assert again["accuracy"] == before["accuracy"]
+        assert "class_names" not in str(again["recipe"])
+
+
+def test_a_mapping_that_does_not_fit_is_refused(renamed, capsys):
+    for mapping, message in (
+        (
+            "{apple: leaf}",
+            "class_names has ['apple'], which is not a class folder of images/train: leaf; red_apple",
+        ),
+        ("{red_apple: leaf}", "class_names gives 'leaf' and 'red_apple' the same name, 'leaf'"),
+        ("{leaf: apple}", "its class 1 is 'leaf', but that of ImageFolder is 'red_apple'"),
+        ("{red_apple: pear}", "rename some with --data.class_names '{red_apple: apple}'"),
+    ):
+        assert main(["test", "--ckpt_path", RUN, "--data.class_names", mapping]) in (1, 2)
+        assert message in capsys.readouterr().err
+    assert main(["export", "--ckpt_path", RUN, "--name", "x", "--data.class_names", "apple"]) == 2
+    assert "expected a mapping such as '{red_apple: apple}', got apple" in capsys.readouterr().err
 
 
 def test_the_same_names_are_accepted(trained, monkeypatch):

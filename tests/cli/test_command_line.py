@@ -1,8 +1,5 @@
 """The command line as its users drive it, well and badly."""
 
-import ortho_vit  # noqa: F401  (before anything imports torchvision)
-
-# isort: split
 import csv
 import os
 import shutil
@@ -100,11 +97,9 @@ def test_a_saved_configuration_runs_again_as_it_is(run, capsys):
     assert ours["trainer"].pop("limit_train_batches") is None
     assert ours == theirs
     output = capsys.readouterr().out
-    assert (
-        f"test it: python train.py test --config {again}/config.yaml --ckpt_path {again}/checkpoints/"
-        in output
-    )
-    assert f"tensorboard --logdir {again}" in output
+    assert f"run: {again}\n" in output
+    assert f"test it: python train.py test --ckpt_path {again}  " in output
+    assert "logs: tensorboard --logdir runs\n" in output
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
@@ -124,7 +119,7 @@ def test_a_checkpoint_is_evaluated(run, capsys, subcommand):
     assert files_of(".") == before
 
 
-def test_predict_writes_one_line_for_each_picture(run, capsys):
+def test_predict_writes_one_line_for_each_image(run, capsys):
     arguments = [
         "predict",
         "--config",
@@ -289,24 +284,22 @@ def test_comparators_train_on_cifar10(folder, capsys, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*0.png", "ignore:ImageFolder. skipped 1 of 8")
-def test_ones_own_pictures_train_and_are_predicted(folder, capsys):
+def test_ones_own_images_train_and_are_predicted(folder, capsys):
     generator = np.random.default_rng(0)
     for i, name in enumerate(["cat", "dog", "owl"]):
-        (folder / "pictures" / name).mkdir(parents=True)
+        (folder / "images" / name).mkdir(parents=True)
         for j in range(8):
             pixels = generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)
             pixels[..., i] = 255
-            Image.fromarray(pixels).save(folder / f"pictures/{name}/{j}.png")
-    options = (
-        "--data ortho_vit.data.ImageFolder --data.root pictures --data.image_size 32 --data.batch_size 8"
-    )
+            Image.fromarray(pixels).save(folder / f"images/{name}/{j}.png")
+    options = "--data ortho_vit.data.ImageFolder --data.root images --data.image_size 32 --data.batch_size 8"
     model = "--model.name ortho_vit_pico --model.layer_decay 0.8 --name own"
     assert main(["--config", "digits.yaml", *options.split(), *model.split()]) == 0
     run = Path("runs/own/version_0")
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["num_classes"] == 3
-    (folder / "pictures/owl/0.png").write_bytes(b"no picture")
+    (folder / "images/owl/0.png").write_bytes(b"not an image")
     capsys.readouterr()
-    predict = f"predict --config {run}/config.yaml --ckpt_path {run}/checkpoints/last.ckpt --data.predict_root pictures/owl"
+    predict = f"predict --config {run}/config.yaml --ckpt_path {run}/checkpoints/last.ckpt --data.predict_root images/owl"
     assert main(predict.split()) == 0
     assert "7 predictions in predictions.csv" in capsys.readouterr().out
 

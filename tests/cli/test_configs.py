@@ -1,8 +1,5 @@
 """Every file under configs/ parses, composes and makes its model, data and trainer; none needs its data for that."""
 
-import ortho_vit  # noqa: F401  (before anything imports torchvision)
-
-# isort: split
 import importlib.util
 from pathlib import Path
 
@@ -12,9 +9,8 @@ from ortho_vit import stiefel_parameters
 from ortho_vit.cli.main import CommandLine
 from ortho_vit.errors import UsageError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
-)  # Lightning's
+# Lightning's
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(path for path in CONFIGS.rglob("*.yaml") if "parts" not in path.parts)

@@ -18,7 +18,7 @@ from ortho_vit.cli.export import sample
 from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.models import Checkpoint
-from ortho_vit.models.hub import catalogue
+from ortho_vit.models.__main__ import catalogue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -184,10 +184,8 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
     assert export(folder, "--ckpt_path", "runs/own/version_0/checkpoints/last.ckpt", "--name", "own") == 0
     card = Checkpoint.open("zoo/ortho_vit_pico.own.json").card
     assert card.classes == ["cat", "dog"]
-    assert (card.golden.labels, card.golden.pixels) == (
-        [],
-        "synthetic",
-    )  # none of the user's images unless asked for
+    # None of the user's images unless asked for
+    assert (card.golden.labels, card.golden.pixels) == ([], "synthetic")
     assert (card.crop_pct, card.licence) == (0.875, "unknown")
     assert "root" not in card.recipe["data"]["init_args"]
     assert list(card.accuracy) == ["val/accuracy"]  # there is no folder of test pictures
@@ -199,10 +197,10 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ("", 2, "export needs --ckpt_path RUN/checkpoints/best.ckpt and --name TAG"),
+        ("", 2, "export needs --ckpt_path RUN, the folder of a run, and --name TAG"),
         ("--name x", 2, "export needs --ckpt_path"),
         ("--ckpt_path RUN --name x --model.name y", 2, "unknown argument --model.name"),
-        ("--ckpt_path RUN --name x --foldr y", 2, "unknown argument --foldr; did you mean --folder?"),
+        ("--ckpt_path RUN --name x --foldr y", 2, "unknown argument --foldr; did you mean '--folder'?"),
         ("--ckpt_path RUN --name x --overwrite maybe", 2, "--overwrite"),
         ("--ckpt_path RUN --name ortho_vit_pico.x", 2, "but the run is of ortho_vit_digits: give --name "),
         ("--ckpt_path RUN --name ../x", 2, "name must be architecture.tag"),

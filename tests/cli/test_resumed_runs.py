@@ -13,6 +13,7 @@ from ortho_vit.cli.main import launched_processes, main
 from ortho_vit.data import Digits
 from ortho_vit.errors import UsageError
 from ortho_vit.training.checkpointing import refuse_to_lose_steps
+from tests.helpers.command_line import work_in_copy
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -43,9 +44,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def folder(trained, tmp_path, monkeypatch):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return work_in_copy(trained, tmp_path, monkeypatch)
 
 
 def files_of(folder):
@@ -92,14 +91,36 @@ def test_a_change_is_allowed_by_name_and_recorded(folder, capsys):
     assert main([*AGAIN, *change, *allowed]) == 0
     assert json.loads((RUN / "changes.jsonl").read_text()) == {
         "step": 3,
-        "changes": {"seed_everything": [0, 3], "data.batch_size": [32, 16]},
+        "changes": {"seed_everything": [0, 3], "data.batch_size": [32, 16], "trainer.max_epochs": [1, 2]},
     }
     saved = torch.load(RUN / "checkpoints/last.ckpt", weights_only=True)
     assert (saved["global_step"], saved["ortho_vit"]["seed"]) == (9, 3)
     longer = [*AGAIN[:-1], "3"]  # from now on the run is what it was changed to
     refused(longer, "seed_everything was 3, now 0; data.batch_size was 16, now 32", capsys)
     assert main([*longer, *change]) == 0
-    assert len((RUN / "changes.jsonl").read_text().splitlines()) == 1
+    _, second = map(json.loads, (RUN / "changes.jsonl").read_text().splitlines())
+    assert second == {"step": 9, "changes": {"trainer.max_epochs": [2, 3]}}
+
+
+def test_the_card_says_what_was_changed_up_to_its_checkpoint(folder):
+    change = ["--data.batch_size", "16", "--allow_changes", "data.batch_size"]
+    assert main([*AGAIN, *change]) == 0
+    shutil.copytree(RUN, "early")
+    longer = ["fit", "--ckpt_path", str(RUN), "--trainer.max_epochs", "3", "--data.seed", "1"]
+    assert main([*longer, "--allow_changes", "data.seed"]) == 0
+    shutil.copy(RUN / "changes.jsonl", "early")
+    recipes = {}
+    for name, run in {"early": "early", "late": RUN}.items():
+        last = f"{run}/checkpoints/last.ckpt"
+        assert main(["export", "--ckpt_path", last, "--name", name, "--folder", "zoo"]) == 0
+        recipes[name] = json.loads(Path(f"zoo/ortho_vit_digits.{name}.json").read_text())["recipe"]
+    first = {"step": 3, "changes": {"data.batch_size": [32, 16], "trainer.max_epochs": [1, 2]}}
+    second = {"step": 9, "changes": {"data.seed": [0, 1], "trainer.max_epochs": [2, 3]}}
+    for name, changes, seed in (("early", [first], 0), ("late", [first, second], 1)):
+        recipe = recipes[name]
+        assert recipe["changes"] == changes
+        assert recipe["trainer"]["max_epochs"] == 1 + len(changes)
+        assert recipe["data"]["init_args"] | {"batch_size": 16, "seed": seed} == recipe["data"]["init_args"]
 
 
 def test_what_does_not_change_a_run_is_free(folder):
@@ -107,7 +128,8 @@ def test_what_does_not_change_a_run_is_free(folder):
         "--data.num_workers 1 --trainer.precision 32 --trainer.log_every_n_steps 1 --images.every_n_epochs 1"
     )
     assert main([*AGAIN, *free.split(), "--seed_everything", "true"]) == 0
-    assert not (RUN / "changes.jsonl").exists()
+    recorded = json.loads((RUN / "changes.jsonl").read_text())
+    assert recorded == {"step": 3, "changes": {"trainer.max_epochs": [1, 2]}}
     assert torch.load(RUN / "checkpoints/last.ckpt", weights_only=True)["ortho_vit"]["seed"] == 0
 
 
@@ -231,7 +253,7 @@ def test_data_is_built_once_and_a_checkpoint_read_once(folder, monkeypatch, caps
     assert (len(built), len(reads)) == (1, 1)
     output = capsys.readouterr().out
     assert "Digits: 10 classes" in output
-    assert "weights moved by StiefelSGD, the rest by SGD" in output
+    assert " by StiefelSGD (free)" in output
     assert main(["--config", "run.yaml", "--name", "new"]) == 0
     assert len(built) == 2
     assert "class_path: ortho_vit.data.Digits" in Path("runs/new/version_0/config.yaml").read_text()

@@ -1,8 +1,5 @@
 """`models`, `info`, `verify` and `onnx`: the trained weights on the command line."""
 
-import ortho_vit  # noqa: F401  (before anything imports torchvision)
-
-# isort: split
 import shutil
 import sys
 from pathlib import Path
@@ -66,7 +63,9 @@ def test_onnx_takes_batches_of_any_size(capsys):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     assert main(["onnx", NAME, "out/digits.onnx"]) == 0
-    assert "onnxruntime computes the card's logits" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "onnxruntime computes the card's logits" in shown.out
+    assert [line[:3] for line in shown.err.splitlines()] == ["1/3", "2/3", "3/3"]
     assert [path.name for path in Path("out").iterdir()] == ["digits.onnx"]
     session = onnxruntime.InferenceSession("out/digits.onnx")
     model = create_model(NAME, pretrained=True).eval()

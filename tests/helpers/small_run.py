@@ -52,7 +52,7 @@ def digits(**kwargs: Any) -> Digits:
 
 
 def write_cifar10(root: Path, per_file: int) -> None:
-    """A small archive of the official binary layout, of random pictures."""
+    """A small archive of the official binary layout, of random images."""
     layout, rng = CIFAR10.layouts[0], np.random.default_rng(0)
     with tarfile.open(root / layout.archive, "w:gz") as archive:
         for name in layout.train + layout.test:
@@ -79,7 +79,7 @@ def assert_same_bits(a, b, where=""):
         assert a == b or (a != a and b != b), f"{where}: {a} and {b}"
 
 
-class BadPicture(L.Callback):
+class BadImage(L.Callback):
     """Spoils the second picture of some batches, given as pairs of epoch and batch."""
 
     def __init__(self, *where, value=float("nan")):
