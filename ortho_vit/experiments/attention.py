@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ortho_vit.data.augment import normalize
 from ortho_vit.data.decode import SUFFIXES, central_square, decode
-from ortho_vit.experiments.result import Result, new_figure, parse, run_command, save_figure
+from ortho_vit.experiments.figure import new_figure, save_figure
+from ortho_vit.experiments.result import Result, parse, run_command
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
 from ortho_vit.models.weights import available
@@ -71,7 +72,7 @@ def plot_attention(card: Card, model: Any, pixels: Tensor) -> "Figure":
     side, prefix = model.patch_embed.grid_size[0], model.num_prefix_tokens
     maps = {f"head {i + 1}": A[0] for i, A in enumerate(attention[-1])}
     maps["all blocks"] = rollout(attention)[0]
-    figure, axes = new_figure(1, len(maps) + 1, (1.6 * (len(maps) + 1), 1.9))
+    figure, axes = new_figure(1, len(maps) + 1, 1.4)
     axes[0].imshow(pixels.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray")
     best = int(probabilities.argmax())
     axes[0].set_title(f"{card.classes[best]}, {probabilities[best]:.0%}", fontsize=10)
@@ -90,9 +91,7 @@ def heads_of(model: nn.Module, block: int, part: str) -> Tensor:
     """W^Q or W^K of a block, (heads, d_k, d)."""
     for projection in find_attention(model)[block].projections:
         if part in projection.parts:
-            first = projection.parts.index(part) * projection.dim
-            rows = projection.weight.detach()[first : first + projection.dim]
-            return rows.view(projection.heads, -1, rows.shape[-1])
+            return projection.heads_of(part).detach()
     raise ValueError(f"block {block} has no projection {part!r}")
 
 
@@ -111,14 +110,14 @@ def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def plot_gram(models: dict[str, nn.Module], block: int) -> "Figure":
-    figure, axes = new_figure(1, len(models), (3.4 * len(models), 3.6))
+    figure, axes = new_figure(1, len(models), 2.8)
     for axis, (title, model) in zip(axes, models.items(), strict=True):
         W = heads_of(model, block, "q").flatten(0, 1)
         gram = W @ W.mT
         shown = axis.imshow((gram / gram.diagonal().mean()).abs().numpy(), cmap="magma", vmin=0, vmax=1)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title.replace(", ", ",\n"), fontsize=9)
         axis.grid(False)
-    figure.colorbar(shown, ax=axes, shrink=0.8, label="|W Wᵀ|, mean diagonal 1")
+    figure.colorbar(shown, ax=axes, shrink=0.8, label="|W Wᵀ|,\nmean diagonal 1")
     return figure
 
 

@@ -26,16 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ortho_vit.errors import DivergedError
-from ortho_vit.experiments.result import (
-    Result,
-    add_common_options,
-    legend_below,
-    new_figure,
-    parse,
-    progress,
-    run_command,
-    save_figure,
-)
+from ortho_vit.experiments import figure as style
+from ortho_vit.experiments.figure import legend_below, new_figure, staggered
+from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
 from ortho_vit.optim import MomentumlessStiefelSGD, ProjectedStiefelSGD, StiefelAdam, StiefelSGD
 from ortho_vit.parameter import StiefelParameter
 from ortho_vit.stiefel import orthogonality_error, polar, project_tangent, random_stiefel
@@ -156,14 +149,14 @@ METHODS: dict[str, Factory] = {
     "ProjectedStiefelSGD, μ = 0": partial(ProjectedStiefelSGD, lr=0.2, momentum=0.0),
     "MomentumlessStiefelSGD": partial(MomentumlessStiefelSGD, lr=0.1),
 }
-STYLES = {
-    "StiefelSGD": ("tab:blue", "-"),
-    "StiefelSGD, as printed": ("tab:blue", ":"),
-    "StiefelAdam": ("tab:purple", "-"),
-    "StiefelAdam, as printed": ("tab:purple", ":"),
-    "ProjectedStiefelSGD": ("tab:orange", "-"),
-    "ProjectedStiefelSGD, μ = 0": ("tab:orange", "--"),
-    "MomentumlessStiefelSGD": ("tab:green", "-"),
+STYLES: dict[str, dict[str, Any]] = {
+    "StiefelSGD": {"color": style.BLUE, "lw": 3.5, "alpha": 0.45},  # wide: others lie on it
+    "StiefelSGD, as printed": {"color": style.BLUE, "ls": "--"},
+    "StiefelAdam": {"color": style.PURPLE, "lw": 3.5, "alpha": 0.45},
+    "StiefelAdam, as printed": {"color": style.PURPLE, "ls": "--"},
+    "ProjectedStiefelSGD": {"color": style.ORANGE},
+    "ProjectedStiefelSGD, μ = 0": {"color": style.VERMILION, "ls": "-."},
+    "MomentumlessStiefelSGD": {"color": style.GREEN},
 }
 
 
@@ -176,29 +169,28 @@ def convergence(*, seed: int = 0, quick: bool = False) -> Result:
     result = Result("convergence", {"n": n, "m": m, "iterations": iterations, "seed": seed})
     problem = Problem.random(n, m, seed=seed)
     result.settings["optimum"] = problem.optimum
+    progress = Progress(len(DTYPES) * len(METHODS))
     for precision, dtype in DTYPES.items():
         for method, factory in METHODS.items():
-            with progress(f"convergence: {method}, {precision}"):
+            with progress.part(f"convergence: {method}, {precision}"):
                 run = maximize(problem, factory, iterations, dtype=dtype)
             record(result, f"{method} | {precision}", run)
     return result
 
 
 def plot_convergence(result: Result) -> "Figure":
-    figure, axes = new_figure(2, 2, (10, 7))
+    figure, axes = new_figure(2, 2, 6.8, sharex=True, sharey="row")
     for column, precision in enumerate(DTYPES):
-        for method, (colour, line) in STYLES.items():
+        for method, look in STYLES.items():
             curve = result.series[f"{method} | {precision}"]
             for row, key in enumerate(("error", "deviation")):
-                axes[row][column].semilogy(
-                    curve["iteration"], _floor(curve[key]), line, color=colour, label=method, lw=1.1
-                )
-        axes[0][column].set(title=precision, ylabel="error |f(X) − f*|")
-        axes[1][column].set(xlabel="iteration", ylabel="max |XᵀX − I|")
-        for axis in axes[:, column]:
-            axis.set_xlim(0, min(2500, result.settings["iterations"]))
-    legend_below(figure, axes[0][0], 4)
-    figure.suptitle("Leading eigenvalues, n = {n}, m = {m}".format(**result.settings))
+                axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), label=method, **look)
+        axes[0][column].set(title=precision)
+        axes[1][column].set(xlabel="iteration", xlim=(0, min(2500, result.settings["iterations"])))
+    axes[0][0].set(ylabel="error |f(X) − f*|")
+    axes[1][0].set(ylabel="max |XᵀX − I|")
+    legend_below(figure, axes[0][0], 3)
+    figure.suptitle("Leading eigenvalues, n = {n}, m = {m}".format(**result.settings), fontsize=11)
     return figure
 
 
@@ -219,11 +211,12 @@ def metrics(*, seed: int = 0, quick: bool = False) -> Result:
         ("brockett", "Adam"): partial(StiefelAdam, lr=1e-2),
     }
     result = Result("metrics", {"sizes (n, m, iterations)": sizes, "seed": seed})
+    progress = Progress(2 * sum(sizes[cost][0] for cost, _ in rates))
     for (cost, family), make in rates.items():
         n, m, iterations = sizes[cost]
         problem = Problem.random(n, m, seed=seed, brockett=cost == "brockett")
         for integrator in ("isometric", "paper"):
-            with progress(f"metrics: {cost}, {family}, {integrator}"):
+            with progress.part(f"metrics: {cost}, {family}, {integrator}", n):
                 for metric in ("canonical", "euclidean"):
                     for expm in ("euler", "cayley", "exact"):
                         factory = partial(make, metric=metric, expm=expm, integrator=integrator)
@@ -233,18 +226,24 @@ def metrics(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def plot_metrics(result: Result) -> "Figure":
-    figure, axes = new_figure(2, 2, (10, 7))
-    colours = {"canonical": "tab:blue", "euclidean": "tab:red"}
-    lines = {"euler": "-", "cayley": "--", "exact": ":"}
+    """Curves that coincide show the marker of each: there are six in every panel."""
+    figure, axes = new_figure(2, 2, 6.4, sharex=True)
+    colours = {"canonical": style.BLUE, "euclidean": style.VERMILION}
+    exponentials = ("euler", "cayley", "exact")
     for label, curve in result.series.items():
         cost, family, integrator, metric, expm = label.split(" | ")
         if integrator == "isometric":
             axis = axes[("eigenvalues", "brockett").index(cost)][("SGD", "Adam").index(family)]
-            y, style = _floor(curve["error"]), {"color": colours[metric], "ls": lines[expm]}
-            axis.semilogy(curve["iteration"], y, lw=1.5, label=f"{metric}, {expm}", **style)
-    for row, title in enumerate(("leading eigenvalues (Z ≡ 0)", "Brockett's cost (Z ≠ 0)")):
+            number = 2 * exponentials.index(expm) + list(colours).index(metric)
+            filled = {"color": colours[metric], "mfc": "white" if metric == "euclidean" else None}
+            y, look = _floor(curve["error"]), filled | staggered(number, 6)
+            axis.semilogy(curve["iteration"], y, lw=0.9, label=f"{metric}, {expm}", **look)
+    for row, title in enumerate(("leading eigenvalues (Z = 0)", "Brockett's cost (Z ≠ 0)")):
         for column, family in enumerate(("SGD", "Adam")):
-            axes[row][column].set(title=f"Stiefel{family}, {title}", xlabel="iteration", ylabel="error")
+            axes[row][column].set(title=f"Stiefel{family}, {title}", ylim=(2e-16, None))
+        axes[row][0].set(ylabel="error |f(X) − f*|")
+    for axis in axes[1]:
+        axis.set(xlabel="iteration")
     legend_below(figure, axes[0][0], 3)
     return figure
 
@@ -262,18 +261,19 @@ def manifold(*, seed: int = 0, quick: bool = False) -> Result:
     rest = {f"QR | {e or 'never'}": partial(projected, qr_every=e) for e in (1, 10, 100, None)}
     inner = {f"polar | {i}": partial(stiefel, inner_steps=i) for i in (1, 2, 4, 8)}
     problem = Problem.random(n, m, seed=seed)
+    progress = Progress(len(loops | rest | inner))
     for label, factory in (loops | rest | inner).items():
-        with progress(f"manifold: {label}"):
+        with progress.part(f"manifold: {label}"):
             record(result, label, maximize(problem, factory, iterations))
     return result
 
 
 def plot_manifold(result: Result) -> "Figure":
-    figure, axes = new_figure(2, 3, (12, 7))
+    figure, axes = new_figure(2, 3, 5.6, sharex=True, sharey="row")
     panels = {
-        "loops": "ProjectedStiefelSGD, s Cayley loops, no QR",
-        "QR": "ProjectedStiefelSGD, s = 5, QR every …",
-        "polar": "StiefelSGD as printed, polar iterations",
+        "loops": "Projected: s Cayley loops, no QR",
+        "QR": "Projected: s = 5, QR every …",
+        "polar": "StiefelSGD as printed: polar steps",
     }
     for column, (kind, title) in enumerate(panels.items()):
         for label, curve in result.series.items():
@@ -281,10 +281,11 @@ def plot_manifold(result: Result) -> "Figure":
                 for row, key in enumerate(("error", "deviation")):
                     name = label.split(" | ")[1]
                     axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), lw=1.3, label=name)
-        axes[0][column].set(title=title, ylabel="error |f(X) − f*|")
-        axes[1][column].set(xlabel="iteration", ylabel="max |XᵀX − I|")
-        axes[0][column].legend(fontsize=8)
-        axes[0][column].title.set_fontsize(10)
+        axes[0][column].set_title(title, fontsize=9)
+        axes[1][column].legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.19), labelspacing=0.2)
+        axes[1][column].set(xlabel="iteration")
+    axes[0][0].set(ylabel="error |f(X) − f*|", ylim=(None, 1e4))
+    axes[1][0].set(ylabel="max |XᵀX − I|", ylim=(None, 1e2))
     return figure
 
 
@@ -328,22 +329,23 @@ def retraction(*, seed: int = 0, quick: bool = False) -> Result:
         "polar, momentum projected, lr 0.2": partial(variant, lr=0.2, project=True),
     }
     problem = Problem.random(n, m, seed=seed)
+    progress = Progress(len(methods))
     for label, factory in methods.items():
-        with progress(f"retraction: {label}"):
+        with progress.part(f"retraction: {label}"):
             record(result, label, maximize(problem, factory, iterations))
     return result
 
 
 def plot_retraction(result: Result) -> "Figure":
-    figure, axes = new_figure(1, 2, (11, 4.2))
-    styles = iter((("tab:red", "-"), ("tab:red", "--"), ("tab:grey", "-")))
+    figure, axes = new_figure(1, 2, 4.0)
+    others = iter(({"color": style.BLACK}, {"color": style.BLACK, "ls": "--"}, {"color": style.SKY}))
     for label, curve in result.series.items():
-        colour, line = STYLES.get(label) or next(styles)
+        look = STYLES.get(label) or next(others)
         for axis, key in zip(axes, ("error", "deviation"), strict=True):
-            axis.semilogy(curve["iteration"], _floor(curve[key]), line, color=colour, lw=1.4, label=label)
+            axis.semilogy(curve["iteration"], _floor(curve[key]), label=label, **look)
     axes[0].set(xlabel="iteration", ylabel="error |f(X) − f*|")
     axes[1].set(xlabel="iteration", ylabel="max |XᵀX − I|")
-    legend_below(figure, axes[0], 3)
+    legend_below(figure, axes[0], 2)
     return figure
 
 
@@ -369,9 +371,10 @@ def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
     chosen = list(range(seed, seed + seeds))
     result = Result("learning-rate", {"n": n, "m": m, "iterations": iterations, "seeds": chosen})
     problems = [Problem.random(n, m, seed=s) for s in chosen]
+    progress = Progress(len(RATED))
     for method, make in RATED.items():
         curve: dict[str, list[float]] = {"lr": [], "iterations": [], "reached": [], "overflowed": []}
-        with progress(f"learning rate: {method}"):
+        with progress.part(f"learning rate: {method}"):
             for lr in grid:
                 runs = [
                     maximize(problem, partial(make, lr=lr), iterations, stop_below=1e-6, deviations=False)
@@ -403,32 +406,30 @@ def _learning_rate_row(method: str, curve: dict[str, list[float]]) -> dict[str, 
 
 
 def plot_learning_rate(result: Result) -> "Figure":
-    figure, axes = new_figure(1, 1, (8.5, 5.6))
+    """Iterations against the rate; above the line, where a method did not arrive, what happened instead."""
+    figure, axes = new_figure(1, 1, 5.2)
     axis: Axes = axes
-    ceiling, height = result.settings["iterations"], result.settings["iterations"]
-    for method, curve in result.series.items():
-        colour, line = STYLES[method]
-        look = {"lw": 4, "alpha": 0.4} if method == "StiefelSGD" else {"lw": 1.4}  # visible under its equals
-        axis.loglog(
-            curve["lr"], curve["iterations"], line, marker="o", ms=4, color=colour, label=method, **look
-        )
+    ceiling = result.settings["iterations"]
+    height = ceiling * 1.2
+    rates = next(iter(result.series.values()))["lr"]
+    for number, (method, curve) in enumerate(result.series.items()):
+        size = 9 if method == "ProjectedStiefelSGD, μ = 0" else 5  # another's only point lies on its only one
+        look = STYLES[method] | {"marker": style.MARKERS[number], "ms": size}
+        axis.loglog(curve["lr"], curve["iterations"], label=method, **look)
         burst = [lr for lr, count in zip(curve["lr"], curve["overflowed"], strict=True) if count]
         if burst:
+            axis.loglog(burst, [height] * len(burst), "x", color=look["color"], ms=6)
+            note = f"× {method}: overflows"
+            axis.text(rates[0], height, note, fontsize=9, color=look["color"], va="center")
             height *= 1.2
-            axis.loglog(burst, [height] * len(burst), "x", color=colour, ms=6)
-            axis.text(
-                burst[0] / 1.15,
-                height,
-                f"{method}: overflows",
-                fontsize=8,
-                color=colour,
-                ha="right",
-                va="center",
-            )
-    axis.axhline(ceiling, color="grey", lw=0.8)
-    axis.set_xlim(min(curve["lr"]) / 1.3, max(curve["lr"]) * 1.3)
-    axis.text(min(curve["lr"]), ceiling, "not reached above", fontsize=8, color="grey", va="bottom")
-    axis.set(xlabel="learning rate", ylabel="iterations to 1e-6, median of the seeds")
+    axis.axhline(ceiling, color=style.GREY, lw=0.8)
+    axis.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
+    axis.text(
+        rates[0], 0.97 * ceiling, f"not in {ceiling} iterations", fontsize=9, color=style.GREY, va="top"
+    )
+    axis.set(xlabel="learning rate", ylabel="iterations to an error of 1e-6, median of the seeds")
+    axis.set_yticks([200, 400, 600, 1000], ["200", "400", "600", "1000"])
+    axis.tick_params(axis="y", which="minor", labelleft=False)
     axis.set_title("Leading eigenvalues, n = {n}, m = {m}".format(**result.settings))
     legend_below(figure, axis, 3)
     return figure
@@ -444,9 +445,10 @@ def step_time(*, seed: int = 0, quick: bool = False) -> Result:
     rounds = 3 if quick else 51
     result = Result("time", {"rounds": rounds, "seed": seed, "dtype": "float64"})
     result.series = {f"{m} | {a}": {"size": [], "ms": []} for a in ("n", "m") for m in METHODS}
+    progress = Progress(sum(n * m for n, m in by_n + by_m))
     for axis, sizes in (("n", by_n), ("m", by_m)):
         for n, m in sizes:
-            with progress(f"time: n = {n}, m = {m}"):
+            with progress.part(f"time: n = {n}, m = {m}", n * m):
                 medians = time_steps(n, m, rounds, seed)
             for method, milliseconds in medians.items():
                 curve = result.series[f"{method} | {axis}"]
@@ -461,9 +463,8 @@ def time_steps(n: int, m: int, rounds: int, seed: int) -> dict[str, float]:
     are timed.
     """
     start = random_stiefel(n, m, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    D = torch.linspace(-math.sqrt(2), math.sqrt(2), n, dtype=torch.float64).unsqueeze(
-        1
-    )  # where A has its eigenvalues
+    # Where A has its eigenvalues
+    D = torch.linspace(-math.sqrt(2), math.sqrt(2), n, dtype=torch.float64).unsqueeze(1)
     parameters = {method: StiefelParameter(start.clone()) for method in METHODS}
     optimizers = {method: factory([parameters[method]]) for method, factory in METHODS.items()}
     times: dict[str, list[float]] = {method: [] for method in METHODS}
@@ -478,13 +479,14 @@ def time_steps(n: int, m: int, rounds: int, seed: int) -> dict[str, float]:
 
 
 def plot_step_time(result: Result) -> "Figure":
-    figure, axes = new_figure(1, 2, (11, 4.2))
+    figure, axes = new_figure(1, 2, 4.2, sharey=True)
     for axis, name, title in zip(axes, ("n", "m"), ("m = 10", "n = 1000"), strict=True):
-        for method, (colour, line) in STYLES.items():
+        for number, (method, look) in enumerate(STYLES.items()):
             curve = result.series[f"{method} | {name}"]
-            axis.loglog(curve["size"], curve["ms"], line, marker="o", ms=3, color=colour, label=method)
-        axis.set(xlabel=name, ylabel="ms a step, gradient excluded", title=title)
-    legend_below(figure, axes[0], 4)
+            axis.loglog(curve["size"], curve["ms"], label=method, **look, marker=style.MARKERS[number], ms=4)
+        axis.set(xlabel=name, title=title)
+    axes[0].set(ylabel="ms per step, gradient excluded")
+    legend_below(figure, axes[0], 3)
     return figure
 
 
@@ -513,10 +515,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(parser, arguments)
     for name in FIGURES if options.figure == "all" else [options.figure]:
         experiment, plot = FIGURES[name]
-        result = experiment(seed=options.seed, quick=options.quick).thinned()
-        result.save(options.output)
-        save_figure(plot(result), options.output / f"{result.name}.png")
-        result.print_table()
+        run = partial(experiment, seed=options.seed, quick=options.quick)
+        produce(name.removeprefix("fig-"), options, run, plot).print_table()
 
 
 if __name__ == "__main__":

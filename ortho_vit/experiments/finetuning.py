@@ -1,10 +1,10 @@
-"""Fine-tuning on few pictures, from weights trained on CIFAR-10 and from scratch: accuracy on a test set, paired by seed.
+"""Fine-tuning on few images, from weights trained on CIFAR-10 and from scratch: accuracy on a test set, paired by seed.
 
     python -m ortho_vit.experiments.finetuning [--weights NAME] [--data mnist --root DIR] [--quick] [--output DIR]
 
 Digits are scikit-learn's, 8×8 and enlarged to the 32×32 that the network was trained on; MNIST's are enlarged from 28×28.
-Every way of training sees the same pictures in the same order, and has the learning rate that is best for it on
-training pictures held out.  From scratch the network also gets three times the steps, and both ways are tried at the
+Every way of training sees the same images in the same order, and has the learning rate that is best for it on
+training images held out.  From scratch the network also gets three times the steps, and both ways are tried at the
 digits' own 8×8, which is easier from scratch.
 """
 
@@ -25,15 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ortho_vit.data import Digits
 from ortho_vit.data.rng import hold_out
-from ortho_vit.experiments.result import (
-    Result,
-    add_common_options,
-    new_figure,
-    parse,
-    progress,
-    run_command,
-    save_figure,
-)
+from ortho_vit.experiments import figure as style
+from ortho_vit.experiments.figure import legend_below, new_figure
+from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
 from ortho_vit.experiments.transport import read_mnist
 from ortho_vit.models import create_model, find_checkpoint
 from ortho_vit.optim import StiefelAdam
@@ -49,7 +43,7 @@ LONGER = 3
 
 @dataclass(frozen=True)
 class Task:
-    """Grey pictures (N, 1, H, W), normalised, and labels; `held_out` chooses rates, `test` is used once."""
+    """Grey images (N, 1, H, W), normalised, and labels; `held_out` chooses rates, `test` is used once."""
 
     train: tuple[Tensor, Tensor]
     held_out: tuple[Tensor, Tensor]
@@ -64,7 +58,7 @@ class Task:
         return cls((images[rest], labels[rest]), (images[out], labels[out]), (test_images, test_labels))
 
     def few(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """`count` training pictures, every class in its proportion."""
+        """`count` training images, every class in its proportion."""
         images, labels = self.train
         rows = torch.from_numpy(hold_out(labels.numpy(), count, seed)[0])
         return images[rows], labels[rows]
@@ -77,7 +71,7 @@ def digits_task() -> Task:
 
 
 def mnist_task(root: Path) -> Task:
-    """With 1,000 of the test pictures, which is as many as the differences need."""
+    """With 1,000 of the test images, which is as many as the differences need."""
     train, (images, labels) = (read_mnist(root, train=part) for part in (True, False))
     rows = hold_out(labels.numpy(), 1000, 0)[0]
     return Task.of(train, (images[rows], labels[rows]))
@@ -85,7 +79,7 @@ def mnist_task(root: Path) -> Task:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to come to a classifier: from which weights, at which size of picture, in how many steps."""
+    """A way to come to a classifier: from which weights, at which size of image, in how many steps."""
 
     label: str
     build: Callable[[], nn.Module]
@@ -94,7 +88,7 @@ class Way:
 
 
 def pretrained(name: str, size: int) -> nn.Module:
-    """The network with its weights, for grey pictures of a size, and with a new head."""
+    """The network with its weights, for grey images of a size, and with a new head."""
     model: Any = create_model(name, pretrained=True, in_chans=1, img_size=size)
     model.reset_classifier(10)
     return model
@@ -145,10 +139,13 @@ def accuracy(model: nn.Module, way: Way, images: Tensor, labels: Tensor) -> floa
     return (torch.cat(parts) == labels).float().mean().item()
 
 
-def choose_rate(way: Way, task: Task, count: int, seed: int) -> float:
-    """The rate that is best on the pictures held out, with a seed that is not used again."""
+def choose_rate(way: Way, task: Task, count: int, seed: int, progress: Progress) -> float:
+    """The rate that is best on the images held out, with a seed that is not used again."""
     images, labels = task.few(count, seed)
-    scores = {lr: accuracy(train(way, images, labels, lr=lr, seed=seed), way, *task.held_out) for lr in RATES}
+    scores = {}
+    for lr in RATES:
+        with progress.part(f"{way.label}: lr {lr:g}", way.steps):
+            scores[lr] = accuracy(train(way, images, labels, lr=lr, seed=seed), way, *task.held_out)
     return max(RATES, key=lambda lr: scores[lr])
 
 
@@ -159,17 +156,18 @@ def compare(
     sizes, seeds, steps = ((20,), 2, 2) if quick else ((100, 300), 5, 120)
     settings = {"weights": name, "data": label, "steps": steps, "batch": BATCH, "seeds": seeds, "seed": seed}
     result = Result(f"finetuning-{label}", settings)
-    for way in ways(name, steps, own_size):
+    tried = ways(name, steps, own_size)
+    progress = Progress((len(RATES) + len(sizes) * seeds) * sum(way.steps for way in tried))
+    for way in tried:
         curve: dict[str, list[float]] = {"images": [], "seed": [], "accuracy": []}
-        with progress(f"{label}: {way.label}"):
-            lr = choose_rate(way, task, sizes[0], seed + seeds)
-            for count in sizes:
-                for s in range(seed, seed + seeds):
+        lr = choose_rate(way, task, sizes[0], seed + seeds, progress)
+        for count in sizes:
+            for s in range(seed, seed + seeds):
+                with progress.part(f"{way.label}: {count} images, seed {s}", way.steps):
                     model = train(way, *task.few(count, s), lr=lr, seed=s)
-                    for column, value in zip(
-                        curve, (count, s, accuracy(model, way, *task.test)), strict=True
-                    ):
-                        curve[column].append(float(value))
+                    values = count, s, accuracy(model, way, *task.test)
+                for column, value in zip(curve, values, strict=True):
+                    curve[column].append(float(value))
         result.series[way.label] = curve
         result.table += [row(way, lr, count, result.series) for count in sizes]
     return result
@@ -180,7 +178,7 @@ def row(way: Way, lr: float, count: int, series: dict[str, dict[str, list[float]
     mine, best = (of_size(series[label], count) for label in (way.label, "pretrained"))
     less = [100 * (b - a) for a, b in zip(mine, best, strict=True)]
     return {
-        "training pictures": count,
+        "training images": count,
         "network": way.label,
         "lr": lr,
         "test accuracy": _mean_and_deviation([100 * a for a in mine]),
@@ -203,19 +201,22 @@ def markdown(table: list[dict[str, Any]]) -> str:
 
 
 def plot(result: Result) -> "Figure":
-    figure, axis = new_figure(1, 1, (7, 4))
+    """The mean over seeds as a bar, every seed as a dot."""
+    figure, axis = new_figure(1, 1, 4.6)
     sizes = sorted({count for curve in result.series.values() for count in curve["images"]})
     width = 0.8 / len(result.series)
     for i, (label, curve) in enumerate(result.series.items()):
-        values = [of_size(curve, int(count)) for count in sizes]
-        places = [j + (i - (len(result.series) - 1) / 2) * width for j in range(len(sizes))]
-        means, deviations = ([100 * f(v) for v in values] for f in (statistics.mean, statistics.stdev))
-        axis.bar(places, means, width, yerr=deviations, label=label, capsize=2)
+        for j, count in enumerate(sizes):
+            values = [100 * value for value in of_size(curve, int(count))]
+            place = j + (i - (len(result.series) - 1) / 2) * width
+            colour, name = style.COLOURS[i], None if j else label
+            axis.bar(place, statistics.mean(values), 0.9 * width, label=name, color=colour, alpha=0.75)
+            axis.plot([place] * len(values), values, "o", ms=3.5, color=style.BLACK, mfc="white")
     axis.set_xticks(range(len(sizes)), [f"{count:.0f}" for count in sizes])
-    axis.set(
-        xlabel="training pictures", ylabel="test accuracy, %", title=result.settings["data"], ylim=(0, 100)
-    )
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    title = f"{result.settings['data']}: mean over seeds, and each seed"
+    axis.set(xlabel="training images", ylabel="test accuracy, %", title=title, ylim=(0, 100))
+    axis.set_axisbelow(True)
+    legend_below(figure, axis, 2)
     return figure
 
 
@@ -229,14 +230,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_common_options(parser)
     options = parse(parser, arguments)
+    run = partial(_run, options)
+    print(markdown(produce(f"finetuning-{options.data}", options, run, plot).table))
+
+
+def _run(options: argparse.Namespace) -> Result:
     mnist = options.data == "mnist"
     task = mnist_task(options.root) if mnist else digits_task()
     own_size = None if mnist else task.train[0].shape[-1]
     common = {"name": options.weights, "seed": options.seed, "quick": options.quick}
-    result = compare(task, own_size=own_size, label=options.data, **common)
-    result.save(options.output)
-    save_figure(plot(result), options.output / f"{result.name}.png")
-    print(markdown(result.table))
+    return compare(task, own_size=own_size, label=options.data, **common)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What every experiment returns and how it is kept: curves, a table, the settings and versions that made
-them.
+"""What every experiment returns and how it is kept: curves, a table, the settings and versions that made them.
 
 result.save(folder)   writes  <name>.json  (settings, versions, table)  and  <name>.csv  (the curves)
+load(folder, name)    reads them again
 """
 
 import argparse
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ortho_vit.experiments.figure import save_figure
+
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _POINTS = 120  # of a curve that are kept: more are not visible
@@ -105,35 +106,79 @@ def _show(value: Any) -> str:
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Figure", Any]:
-    """A figure that belongs to no window, and its axes with a faint grid."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns)
-    for axis in figure.axes:
-        axis.grid(alpha=0.25, lw=0.5)
-    return figure, axes
-
-
-def legend_below(figure: "Figure", axis: "Axes", columns: int) -> None:
-    """One legend for all panels, under them."""
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+def load(folder: Path, name: str) -> Result:
+    """What `Result.save` wrote."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}, the result of an earlier run: give its folder as --output")
+    head = json.loads(path.read_text(encoding="utf-8"))
+    result = Result(head["name"], head["settings"], table=head["table"], versions=head["versions"])
+    curves = folder / f"{name}.csv"
+    if head["table"] and curves.is_file():
+        with curves.open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                curve = result.series.setdefault(line.pop("series"), {})
+                for column, value in line.items():
+                    curve.setdefault(column, []).append(float(value))
+    return result
 
 
-@contextmanager
-def progress(label: str) -> Iterator[None]:
-    """Say on standard error what is being run, and how long it took."""
-    print(f"{label} … ", end="", file=sys.stderr, flush=True)
-    start = time.perf_counter()
-    yield
-    print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+# ---- the commands ----------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Says on standard error which part of an experiment runs, how long it took, and how long the others will take.
+
+    On a terminal the part that runs has the last line; in a log each part gets one line when it is done.
+
+    Args:
+        total: the sum of the shares of all parts.
+    """
+
+    def __init__(self, total: float) -> None:
+        self.total, self.done, self._start = total, 0.0, time.perf_counter()
+
+    @contextmanager
+    def part(self, label: str, share: float = 1.0) -> Iterator[None]:
+        """Run one part, whose time is about proportional to its share."""
+        live = sys.stderr.isatty()
+        if live:
+            print(f"{label} …{self._rest()}", end="", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        yield
+        self.done += share
+        took = f"{time.perf_counter() - begin:.1f} s"
+        clear = "\r\033[K" if live else ""
+        print(f"{clear}{label}: {took}{self._rest()}", file=sys.stderr, flush=True)
+
+    def _rest(self) -> str:
+        left = self.total - self.done
+        if not self.done or left <= 0:
+            return ""
+        return f", about {duration((time.perf_counter() - self._start) / self.done * left)} to go"
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if hours < 2 else f"{hours:.1f} h"
+
+
+def produce(
+    name: str,
+    options: argparse.Namespace,
+    experiment: Callable[[], Result],
+    plot: Callable[[Result], "Figure"],
+) -> Result:
+    """The result of an experiment, saved with its figure; with --redraw that of an earlier run, with a new figure."""
+    if options.redraw:
+        result = load(options.output, name)
+    else:
+        result = experiment().thinned()
+        result.save(options.output)
+    save_figure(plot(result), options.output / f"{name}.png")
+    return result
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +188,11 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output", type=Path, default=Path("results"), help="folder for the results (default results/)"
+    )
+    parser.add_argument(
+        "--redraw",
+        action="store_true",
+        help="run nothing: draw the figures of the results in the folder again",
     )
 
 

@@ -1,14 +1,12 @@
-"""Projection-robust Wasserstein on a corpus: every pair of its point clouds, every optimizer, one batched run
-each.
+"""Projection-robust Wasserstein on a corpus: every pair of its point clouds, every optimizer, one batched run each.
 
-    python -m ortho_vit.experiments.transport digits                  features of a small CNN trained on the
-    spot python -m ortho_vit.experiments.transport mnist --data DIR        the same on MNIST (torchvision's
-    files, in DIR/MNIST/raw) python -m ortho_vit.experiments.transport shakespeare --texts DIR word2vec of the
-    plays in DIR/*.txt (needs gensim) python -m ortho_vit.experiments.transport hypercube               Lin et
-    al.'s fragmented hypercube: the answer is known
+    python -m ortho_vit.experiments.transport digits                     features of a small CNN, trained on the spot
+    python -m ortho_vit.experiments.transport mnist --data DIR           the same on MNIST, in DIR/MNIST/raw
+    python -m ortho_vit.experiments.transport shakespeare --texts DIR    word2vec of the plays in DIR/*.txt; needs gensim
+    python -m ortho_vit.experiments.transport hypercube                  Lin et al.'s fragmented hypercube, of known answer
 
-The paper compares the methods at one learning rate each.  Here each also runs at multiples of it, so that
-what is compared is the method and not the luck of its tuning.
+The paper compares the methods at one learning rate each.  Here each also runs at multiples of it, so that what is
+compared is the method and not the luck of its tuning.
 """
 
 import argparse
@@ -27,16 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ortho_vit.experiments.result import (
-    Result,
-    add_common_options,
-    legend_below,
-    new_figure,
-    parse,
-    progress,
-    run_command,
-    save_figure,
-)
+from ortho_vit.experiments import figure as style
+from ortho_vit.experiments.figure import legend_below, new_figure
+from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
 from ortho_vit.optim import MomentumlessStiefelSGD, ProjectedStiefelSGD, StiefelSGD
 from ortho_vit.stiefel import random_stiefel
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein
@@ -89,12 +80,13 @@ class Corpus:
 # ---- the methods, and the comparison -------------------------------------------------------------
 
 COLOURS = {
-    "RGAS": "tab:grey",
-    "RAGAS": "tab:brown",
-    "StiefelSGD": "tab:blue",
-    "ProjectedStiefelSGD": "tab:orange",
-    "MomentumlessStiefelSGD": "tab:green",
+    "RGAS": style.GREY,
+    "RAGAS": style.BLACK,
+    "StiefelSGD": style.BLUE,
+    "ProjectedStiefelSGD": style.ORANGE,
+    "MomentumlessStiefelSGD": style.GREEN,
 }
+LINES = dict(zip(COLOURS, ("-", "--", "-", "-.", (0, (1, 1))), strict=True))
 Methods = dict[str, tuple[Maker, float]]
 IMAGES: Methods = {
     "RGAS": (RGAS, 8e-4),
@@ -133,10 +125,12 @@ def compare(
     options: dict[str, Any] = {"k": 2, "reg": reg, "sweeps": 100, "sinkhorn_tolerance": 1e-3}
     result = Result(name, {**settings, **size, **options, "iterations": iterations, "long": 6 * iterations})
 
+    progress = Progress(len(methods) * (len(multiples) + 6) * iterations)
+
     def run(method: str, multiple: float, steps: int, label: str) -> list[float]:
         make, rate = methods[method]
         chosen = partial(make, lr=rate * multiple)
-        with progress(f"{name}: {method}, lr {rate * multiple:g}, {steps} iterations"):
+        with progress.part(f"{name}: {method}, lr {rate * multiple:g}, {steps} iterations", steps):
             solved = projection_robust_wasserstein(
                 *clouds, optimizer=chosen, iterations=steps, tolerance=0, **options
             )
@@ -162,29 +156,29 @@ def compare(
 
 
 def plot_compare(result: Result) -> "Figure":
-    """Values at the paper's learning rates and at the best; then how far the long runs stay below the largest
-    value.
-    """
-    figure, axes = new_figure(1, 3, (14, 4.2))
+    """How far each method is from the largest value that any reached: the values themselves differ too little to see."""
+    figure, axes = new_figure(1, 3, 3.9, sharey=True)
     top = max(row["long"] for row in result.table if row["long"] is not None)
     for method, colour in COLOURS.items():
         rows = [row for row in result.table if row["method"] == method]
         (best,) = (row for row in rows if row["long"] is not None)
-        for axis, row in zip(axes, (rows[0], best), strict=False):
-            curve = result.series[f"{method} | {row['multiple']:g}"]
-            label = f"{method}, lr {row['lr']:.3g}: {row['last']:.5g}"
-            axis.plot(curve["iteration"], curve["value"], color=colour, lw=1.5, label=label)
-        curve = result.series[f"{method} | long"]
-        gaps = [max(1 - value / top, 1e-6) for value in curve["value"]]
-        axes[2].loglog(curve["iteration"][1:], gaps[1:], color=colour, label=f"{method}: {best['long']:.5g}")
-    axes[0].set(title="the paper's learning rates", xlabel="iteration", ylabel="mean transport value")
-    axes[1].set(title="each method's best learning rate", xlabel="iteration")
-    axes[2].set(
-        title="the same, six times as long", xlabel="iteration", ylabel="share missing to the largest"
+        curves = [
+            f"{method} | {multiple}"
+            for multiple in (f"{rows[0]['multiple']:g}", f"{best['multiple']:g}", "long")
+        ]
+        for axis, name in zip(axes, curves, strict=True):
+            curve = result.series[name]
+            missing = [max(1 - value / top, 1e-9) for value in curve["value"]]
+            axis.semilogy(curve["iteration"], missing, color=colour, ls=LINES[method], lw=1.5, label=method)
+    titles = ("the paper's learning rates", "each method's best rate", "the same, six times as long")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="iteration")
+    axes[0].set(ylabel="missing to the largest value, share", ylim=(3e-4, 1.5))
+    legend_below(figure, axes[0], 3)
+    figure.suptitle(
+        f"{result.name}: {result.settings['pairs']} pairs, reg {result.settings['reg']:g}, largest value {top:.4g}",
+        fontsize=11,
     )
-    for axis in axes:
-        axis.legend(fontsize=8, loc="lower left" if axis is axes[2] else "lower right")
-    figure.suptitle(f"{result.name}: {result.settings['pairs']} pairs, reg {result.settings['reg']:g}")
     return figure
 
 
@@ -249,7 +243,7 @@ def digits(*, seed: int = 0, quick: bool = False) -> Result:
     data = load_digits()
     images = torch.from_numpy(data.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(data.target)
-    with progress("digits: training the CNN"):
+    with Progress(1).part("digits: training the CNN"):
         net = train_features(images, labels, epochs=1 if quick else 20, seed=seed)
     corpus, accuracy = digit_clouds(net, images, labels, 10 if quick else 1000)
     return _compare_images("digits", corpus, accuracy, seed, quick)
@@ -260,7 +254,7 @@ def mnist(root: Path, *, seed: int = 0, quick: bool = False) -> Result:
     images, labels = read_mnist(root, train=True)
     test_images, test_labels = read_mnist(root, train=False)
     few = 500 if quick else 20_000
-    with progress("mnist: training the CNN"):
+    with Progress(1).part("mnist: training the CNN"):
         net = train_features(images[:few], labels[:few], epochs=1, seed=seed)
     corpus, accuracy = digit_clouds(net, test_images, test_labels, 10 if quick else 200)
     return _compare_images("mnist", corpus, accuracy, seed, quick)
@@ -339,7 +333,7 @@ def shakespeare(folder: Path, *, seed: int = 0, quick: bool = False) -> Result:
     """All pairs of the texts in a folder: reg 0.2, 50 iterations, the 300 most frequent words of each."""
     texts = read_texts(folder)
     dimension, words, epochs, iterations = (20, 20, 1, 3) if quick else (200, 300, 30, 50)
-    with progress("shakespeare: training word2vec"):
+    with Progress(1).part("shakespeare: training word2vec"):
         corpus = word_clouds(texts, dimension=dimension, words=words, epochs=epochs, seed=seed)
     multiples = (1.0, 0.5) if quick else (1.0, 0.25, 0.5, 2.0, 4.0)
     settings = {"seed": seed, "word2vec epochs": epochs, "words' mean distance²": WORD_DISTANCE}
@@ -389,11 +383,13 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
     result = Result("hypercube", {"d": d, "exact": 4 * k, "seeds": list(seeds), **options})
     start = random_stiefel(d, k, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     truth = torch.diag((torch.arange(d) < k).double())
+    progress = Progress(2 * len(CUBE) * sum(n * n for n in sizes))
     for paired in (True, False):
         for method, (make, lr) in CUBE.items():
             curve: dict[str, list[float]] = {"n": [], "value": [], "subspace error": [], "iterations": []}
             for n in sizes:
-                with progress(f"hypercube: {method}, n = {n}, {'paired' if paired else 'independent'}"):
+                label = f"hypercube: {method}, n = {n}, {'paired' if paired else 'independent'}"
+                with progress.part(label, n * n):
                     x, y = fragmented_hypercube(n, d, k, seeds=seeds, paired=paired)
                     solved = projection_robust_wasserstein(
                         x, y, optimizer=partial(make, lr=lr), start=start, **options
@@ -416,22 +412,26 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def plot_hypercube(result: Result) -> "Figure":
-    figure, axes = new_figure(1, 2, (11, 4.2))
-    markers = dict(zip(COLOURS, "osv^D", strict=True))
+    """The methods side by side at each number of points: they find the same."""
+    figure, axes = new_figure(1, 2, 4.2)
+    markers = dict(zip(COLOURS, style.MARKERS, strict=False))
     for label, curve in result.series.items():
         method, kind = label.split(" | ")
-        style = {"color": COLOURS[method], "ls": "-" if kind == "paired" else "--", "marker": markers[method]}
-        name = method if kind == "paired" else None  # one entry a method: dashed is explained in the title
-        axes[0].plot(curve["n"], curve["value"], ms=4, label=name, **style)
-        axes[1].plot(curve["n"], curve["subspace error"], ms=4, **style)
-    axes[0].axhline(result.settings["exact"], color="black", lw=0.8)
-    axes[0].set(xscale="log", xlabel="points", ylabel="value (line: exact 4k)")
-    axes[1].set(xscale="log", yscale="log", xlabel="points", ylabel="‖UUᵀ − U*U*ᵀ‖ (Frobenius)")
-    figure.suptitle("fragmented hypercube: paired samples (solid) and independent ones (dashed)")
+        shift = 0.14 * (list(COLOURS).index(method) - (len(COLOURS) - 1) / 2)
+        places = [place + shift for place in range(len(curve["n"]))]
+        look = {"color": COLOURS[method], "marker": markers[method], "ls": "none", "ms": 6}
+        look |= {"mfc": COLOURS[method] if kind == "paired" else "white"}
+        axes[0].plot(places, curve["value"], label=method if kind == "paired" else None, **look)
+        axes[1].plot(places, curve["subspace error"], **look)
+    axes[0].axhline(result.settings["exact"], color=style.BLACK, lw=0.8)
+    axes[0].set(xlabel="points", ylabel="value (line: exact 4k)")
+    axes[1].set(yscale="log", xlabel="points", ylabel="‖UUᵀ − U*U*ᵀ‖ (Frobenius)")
+    figure.suptitle(
+        "Fragmented hypercube: paired samples (filled) and independent ones (hollow)", fontsize=11
+    )
     for axis in axes:
-        axis.set_xticks(curve["n"], [f"{n:g}" for n in curve["n"]])
-        axis.minorticks_off()
-    legend_below(figure, axes[0], 5)
+        axis.set_xticks(range(len(curve["n"])), [f"{n:g}" for n in curve["n"]])
+    legend_below(figure, axes[0], 3)
     return figure
 
 
@@ -449,21 +449,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "--data", type=Path, default=Path("data"), help="folder that has MNIST/raw (default data/)"
             )
         if name == "shakespeare":
-            command.add_argument("--texts", type=Path, required=True, help="folder of .txt files, one a play")
+            command.add_argument(
+                "--texts",
+                type=Path,
+                default=Path("texts"),
+                help="folder of .txt files, one per play (default texts/)",
+            )
         add_common_options(command)
     options = parse(parser, arguments)
-    common = {"seed": options.seed, "quick": options.quick}
+    run = partial(_experiment(options), seed=options.seed, quick=options.quick)
+    plot = plot_hypercube if options.corpus == "hypercube" else plot_compare
+    produce(options.corpus, options, run, plot).print_table()
+
+
+def _experiment(options: argparse.Namespace) -> Callable[..., Result]:
     if options.corpus == "mnist":
-        result = mnist(options.data, **common)
-    elif options.corpus == "shakespeare":
-        result = shakespeare(options.texts, **common)
-    else:
-        result = digits(**common) if options.corpus == "digits" else hypercube(**common)
-    result = result.thinned()
-    result.save(options.output)
-    plot = plot_hypercube if result.name == "hypercube" else plot_compare
-    save_figure(plot(result), options.output / f"{result.name}.png")
-    result.print_table()
+        return partial(mnist, options.data)
+    if options.corpus == "shakespeare":
+        return partial(shakespeare, options.texts)
+    return digits if options.corpus == "digits" else hypercube
 
 
 if __name__ == "__main__":

@@ -58,9 +58,7 @@ def test_a_sweep_survives_a_kill_and_is_reported(tmp_path, pictures, monkeypatch
 
     assert main([*run]) == 2  # without what followed the dashes
     assert "was run with other arguments" in capsys.readouterr().err
-    assert main(["report", *options]) == 2
-    assert "--trainer.max_epochs 4" in capsys.readouterr().err
-    assert main(["status", *options, "--seeds", "1", "--rows", *CHOSEN, "--", *TINY]) == 0
+    assert main(["status", *options]) == 0  # as it was started
     assert capsys.readouterr().out == "2 of 2 runs done, 0 running, 0 left\n"
-    assert main(["report", *options, "--", *TINY]) == 0
+    assert main(["report", *options]) == 0
     assert f"{100 * (1 - result['test_accuracy']):.2f} | 1 | 8.32 ± 0.39" in capsys.readouterr().out

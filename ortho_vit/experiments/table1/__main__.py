@@ -1,32 +1,38 @@
 """The paper's Table 1 as one sweep: a run for every row and seed, resumable, shared by any number of processes.
 
     python -m ortho_vit.experiments.table1 run     --preset reduced --root DATA --workers 2
-    python -m ortho_vit.experiments.table1 status  --preset reduced [--group all]
-    python -m ortho_vit.experiments.table1 report  --preset reduced [--to FOLDER]
+    python -m ortho_vit.experiments.table1 status
+    python -m ortho_vit.experiments.table1 report  [--to FOLDER]
     python -m ortho_vit.experiments.table1 restore --preset reduced --from FOLDER
 
 `run` may be stopped, killed and started again at any time, and in several places at once.  What follows `--` goes to
-every run, after the preset: -- --trainer.max_epochs 1 --data.limit 256.  `restore` makes the runs of a report finished
-runs here, so that a sweep goes on where another machine's ended.
+every run, after the preset: -- --trainer.max_epochs 1 --data.limit 256.  `status` and `report` are about the sweep that
+was started last, with the arguments it was started with, unless others are given.  `restore` makes the runs of a report
+finished runs here, so that a sweep goes on where another machine's ended.
 """
 
 import argparse
-import fcntl
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import ortho_vit.data
 from ortho_vit.errors import UsageError
+from ortho_vit.experiments.figure import save_figure
+from ortho_vit.experiments.result import load
 from ortho_vit.experiments.table1 import figures, tables
+from ortho_vit.experiments.table1.compare import paired_contrast
+from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.progress import Display, overview
-from ortho_vit.experiments.table1.records import collect, load, restore
-from ortho_vit.experiments.table1.rows import DATA, GROUPS, PRESETS, choose, select
+from ortho_vit.experiments.table1.records import collect, restore, sweeps_in
+from ortho_vit.experiments.table1.rows import CONTROLS, DATA, GROUPS, choose, select
 from ortho_vit.experiments.table1.runs import REPOSITORY, Run, Sweep
 from ortho_vit.experiments.table1.sweep import HOPELESS, sweep, visible_gpus
+from ortho_vit.files import lock, write_json
 
 MODULE = "python -m ortho_vit.experiments.table1"
+STATISTICS = "--trainer.callbacks+=ortho_vit.training.attention_statistics.AttentionStatistics"
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,17 +44,17 @@ def make_parser() -> Parser:
     parser = Parser(prog=MODULE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", nargs="?", choices=("run", "status", "report", "restore"), default="run")
-    add("--preset", choices=tuple(PRESETS), default="paper", help="its own size, or one for two cores")
-    add("--data", choices=DATA, default="CIFAR10")
+    add("--preset", choices=tuple(PRESETS), help="the size of the experiment (run: default paper)")
+    add("--data", choices=DATA, help="run: default CIFAR10")
     add("--root", type=Path, default=Path("data"), help="where the data lies (default data/)")
     add("--download", action="store_true", help="fetch the data into --root if it is not there")
-    add("--seeds", type=_seeds, help="how many, or which: 3, or 0,4,7, or 4, (default 5, reduced 3)")
+    add("--seeds", type=_seeds, help="how many, or which: 3, or 0,4,7, or 4, (default: the preset's)")
     add(
         "--group",
         action="append",
         choices=(*GROUPS, "all"),
         default=[],
-        help="may be repeated; default table",
+        help="may be repeated; default the preset's first, table or contrasts",
     )
     add("--rows", nargs="+", default=[], metavar="PATTERN", help="names of rows, such as 'within_*'")
     add("--out", type=Path, default=Path("runs/table1"), help="folder of the runs (default runs/table1)")
@@ -92,16 +98,19 @@ def run(options: argparse.Namespace, runs: Sequence[Run]) -> int:
 
 def check_data(options: argparse.Namespace) -> None:
     """Fetch the data if that is asked for, once for all runs; raise if it is not there or damaged."""
+    import ortho_vit.data  # and with it Lightning, which `status` and `report` do not need
+
     data = getattr(ortho_vit.data, options.data)(options.root, download=options.download)
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "data.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock(options.out / "data.lock", wait=True):
         data.prepare_data()
     data.setup()
 
 
 def report(options: argparse.Namespace, plan: Sweep) -> int:
-    names = {name for group in select(options.group or ["all"], options.rows).values() for name in group}
+    groups = options.group or list(PRESETS[options.preset].groups)
+    selected = select(PRESETS[options.preset], groups, options.rows)
+    names = {name for group in selected.values() for name in group}
     runs = [
         run for run in plan.begun() if run.row.name in names and run.seed in (options.seeds or [run.seed])
     ]
@@ -110,26 +119,60 @@ def report(options: argparse.Namespace, plan: Sweep) -> int:
     result = load(folder, plan.name)
     for path in figures.draw(result, folder):
         print(path)
-    tables.write_csv(result, folder / f"{result.name}-rows.csv")
+    reported = [load(folder, name) for name in sweeps_in(folder)]
+    regimes = [r for r in reported if "contrasts" in PRESETS[r.settings["preset"]].groups]
+    if any(paired_contrast(regime, control).n for regime in regimes for control in CONTROLS):
+        save_figure(figures.contrasts(regimes), folder / "contrasts.png")
     blocks = tables.blocks(result, ".")
     if options.page:
         tables.update(options.page, result, folder)
     else:
         text = "\n\n".join(f"## {name}\n\n{block}" for name, block in blocks.items())
         (folder / f"{result.name}.md").write_text(text + "\n", encoding="utf-8")
-    print(blocks["table"])
+    print(next(text for name, text in blocks.items() if name != "summary"))
     return 0
+
+
+REMEMBERED = ("preset", "data", "seeds", "group", "rows")
+
+
+def remember(options: argparse.Namespace, plan: Sweep) -> None:
+    """Keep what a sweep was started with in its folder, for `status` and `report`."""
+    kept = {name: getattr(options, name) for name in REMEMBERED} | {"overrides": plan.overrides}
+    write_json(plan.out / plan.name / "sweep.json", kept)
+
+
+def recall(options: argparse.Namespace) -> tuple[str, ...]:
+    """Complete the options from the sweep that was started last, of those they allow; what followed its `--`."""
+    kept = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in options.out.glob("*/sweep.json")]
+    allowed = [
+        (path.stat().st_mtime, sweep)
+        for path, sweep in kept
+        if options.preset in (None, sweep["preset"]) and options.data in (None, sweep["data"])
+    ]
+    if not allowed:
+        return ()
+    _, last = max(allowed, key=lambda pair: pair[0])
+    asked_for = options.seeds or options.group or options.rows
+    for name in ("preset", "data") if asked_for or options.command == "report" else REMEMBERED:
+        setattr(options, name, last[name])
+    return tuple(last["overrides"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     split = arguments.index("--") if "--" in arguments else len(arguments)
+    overrides = tuple(arguments[split + 1 :])
     try:
         options = make_parser().parse_args(arguments[:split])
         if not (REPOSITORY / "configs" / "paper").is_dir():
             raise UsageError(f"no configs/paper in {REPOSITORY}; run this from a clone of the repository")
-        machine = ("--data.root", str(options.root.resolve()))
-        plan = Sweep(options.out, options.preset, options.data, tuple(arguments[split + 1 :]), machine)
+        if options.command in ("status", "report"):
+            recalled = recall(options)
+            overrides = overrides or recalled
+        options.preset, options.data = options.preset or "paper", options.data or DATA[0]
+        machine = ("--data.root", str(options.root.resolve()), STATISTICS)
+        plan = Sweep(options.out, options.preset, options.data, overrides, machine)
         if options.command == "restore":
             if options.source is None:
                 raise UsageError("restore needs --from FOLDER, which `report --to FOLDER` has written")
@@ -138,9 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan.check()
         if options.command == "report":
             return report(options, plan)
-        seeds = options.seeds or tuple(range(PRESETS[options.preset].seeds))
-        runs = [plan.run(row, seed) for row, seed in choose(options.group, options.rows, seeds)]
+        preset = PRESETS[options.preset]
+        seeds = options.seeds or tuple(range(preset.seeds))
+        runs = [plan.run(row, seed) for row, seed in choose(preset, options.group, options.rows, seeds)]
         if options.command == "run":
+            remember(options, plan)
             return run(options, runs)
         print("\n".join(overview(runs)))
     except (UsageError, ValueError, OSError) as error:

@@ -1,4 +1,8 @@
-"""Means, spreads and paired differences of test errors, in percent."""
+"""Means, spreads and paired differences of test errors, in percent.
+
+Several comparisons are corrected after Bonferroni: p is multiplied by their number m, and intervals cover with
+probability 1 − 0.05/m each, so that all of them hold together with probability 0.95.
+"""
 
 import math
 import statistics
@@ -6,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtr
+from scipy.special import stdtr, stdtrit
 
 from ortho_vit.experiments.result import Result
-from ortho_vit.experiments.table1.rows import DATA, PAPER
+from ortho_vit.experiments.table1.rows import CONSTRAINED, DATA, PAPER, chosen
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Summary:
 
     errors: dict[int, float]
     diverged: dict[int, int]  # seed: step
+    train_error: float | None  # of the last epoch, mean of those that finished
     seconds: float | None  # mean of those that finished
     orthogonality: float | None  # the largest at the end of a run
 
@@ -35,10 +40,12 @@ def summarize(result: Result, row: str, seed: int | None = None) -> Summary:
     runs = [run for run in result.table if run["row"] == row and seed in (None, run["seed"])]
     finished = [run for run in runs if run["status"] == "finished"]
     seconds = [run["seconds"] for run in finished]
+    trained = [a for run in finished if (a := run.get("train_accuracy")) is not None]
     orthogonality = [run["orthogonality"] for run in finished if run["orthogonality"] is not None]
     return Summary(
         errors={run["seed"]: round(100 * (1 - run["test_accuracy"]), 4) for run in finished},
         diverged={run["seed"]: run["step"] for run in runs if run["status"] == "diverged"},
+        train_error=100 * (1 - statistics.fmean(trained)) if trained else None,
         seconds=statistics.fmean(seconds) if seconds else None,
         orthogonality=max(orthogonality, default=None),
     )
@@ -75,6 +82,15 @@ class Difference:
         t = abs(statistics.fmean(self.values)) * math.sqrt(self.n) / self.std
         return float(2 * stdtr(self.n - 1, -t))
 
+    def corrected_p(self, comparisons: int) -> float | None:
+        return None if self.p is None else min(1.0, comparisons * self.p)
+
+    def half_width(self, comparisons: int = 1) -> float | None:
+        """Of the interval around the mean, by the t distribution; None below two pairs."""
+        if self.std is None:
+            return None
+        return float(stdtrit(self.n - 1, 1 - 0.025 / comparisons)) * self.std / math.sqrt(self.n)
+
 
 def common_seed(result: Result, rows: Sequence[str]) -> int | None:
     """The seed that most of the rows have, the first of those; for tables of one seed."""
@@ -85,6 +101,18 @@ def common_seed(result: Result, rows: Sequence[str]) -> int | None:
 def difference(result: Result, first: str, second: str) -> Difference:
     a, b = summarize(result, first).errors, summarize(result, second).errors
     return Difference([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
+
+
+def paired_contrast(result: Result, row: str) -> Difference:
+    """The constrained row against another, each at the learning rate that was chosen for it."""
+    return difference(result, chosen(CONSTRAINED), chosen(row))
+
+
+def held_out_error(result: Result, row: str) -> float | None:
+    """On images held out of training, of the first seed that has it: what learning rates are chosen by."""
+    runs = sorted((r for r in result.table if r["row"] == row), key=lambda run: run["seed"])
+    accuracies = [a for run in runs if (a := run.get("val_accuracy")) is not None]
+    return 100 * (1 - accuracies[0]) if accuracies else None
 
 
 def paper_error(row: str, data: str) -> tuple[float, float] | None:

@@ -1,45 +1,58 @@
-"""Learning curves, final errors and the learning-rate sweep."""
+"""Learning curves, final errors, the learning-rate sweep, the contrasts and what attention does in them."""
 
 import math
 import statistics
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ortho_vit.experiments.result import Result, legend_below, new_figure, save_figure
-from ortho_vit.experiments.table1.compare import common_seed, summarize
+from ortho_vit.experiments import figure as style
+from ortho_vit.experiments.figure import legend_below, new_figure, save_figure
+from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.table1.compare import common_seed, paired_contrast, summarize
+from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.rows import (
+    CONTRASTED,
+    CONTROLS,
     FACTORS,
     GROUPS,
     INTEGRATORS,
     LEARNING_RATE,
     ROWS,
     Row,
-    rate_row,
+    at_rate,
+    chosen,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"Stiefel": "tab:blue", "Projected": "tab:orange", "Regularized": "tab:green"}
-COLOURS |= {"Momentumless": "tab:red", "AdamW": "tab:purple"}
-LINES = {"within": "-", "across": "--", "none": ":"}
+COLOURS = {"Stiefel": style.BLUE, "Projected": style.ORANGE, "Regularized": style.GREEN}
+COLOURS |= {"Momentumless": style.VERMILION, "AdamW": style.PURPLE}
+CONTRAST_COLOURS = dict(
+    zip(CONTRASTED, (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.GREY), strict=True)
+)
+LINES = {"within": "-", "across": "-", "none": "--"}
 
 
 def available(result: Result) -> list[str]:
     """The figures for which there are runs."""
-    done = {run["row"] for run in result.table}
+    done, groups = {run["row"] for run in result.table}, PRESETS[result.settings["preset"]].groups
+    table = "table" in groups
     shown = {
-        "curves": bool(result.series),
-        "errors": not done.isdisjoint({*GROUPS["table"], *GROUPS["own"]}),
-        "learning-rate": not done.isdisjoint(GROUPS["learning-rate"]),
+        "curves": table and bool(result.series),
+        "errors": table and not done.isdisjoint({*GROUPS["table"], *GROUPS["own"]}),
+        "learning-rate": table and not done.isdisjoint(GROUPS["learning-rate"]),
+        "attention": "contrasts" in groups and any("entropy" in curve for curve in result.series.values()),
     }
     return [name for name, show in shown.items() if show]
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
     """Draw what is available into `folder`; the files."""
-    figures = {"curves": curves, "errors": errors, "learning-rate": learning_rate}
+    figures = {"curves": curves, "errors": errors, "learning-rate": learning_rate, "attention": attention}
     paths = []
     for name in available(result):
         paths.append(folder / f"{result.name}-{name}.png")
@@ -52,42 +65,71 @@ def _colour(row: Row) -> str:
 
 
 def curves(result: Result) -> "Figure":
-    """Test error and training loss against the epoch, mean over seeds: the SGD family left, the Adam family right."""
-    figure, axes = new_figure(2, 2, (11, 8))
+    """Test error and training loss against the epoch: mean over seeds, and the range of the seeds as a band.
+
+    The SGD family left, the Adam family right; constrained within heads, then across, beside those without constraint.
+    """
+    figure, axes = new_figure(4, 2, 11.5, sharex=True)
+    for i, column in product((1, 3), (0, 1)):
+        axes[i][column].sharey(axes[i - 1][column])
     for column, family in enumerate(("SGD", "Adam")):
         rows = [ROWS[name] for name in GROUPS["table"] if family in ROWS[name].method]
-        for row in rows:
-            _curve(axes[0][column], result, row, "test_accuracy")
-            _curve(axes[1][column], result, row, "train_loss")
-        axes[0][column].set(title=f"{family} family", ylabel="test error, %")
-        axes[1][column].set(xlabel="epoch", ylabel="training loss")
-        for axis in axes[:, column]:
-            axis.locator_params(axis="x", integer=True)
-        if axes[0][column].lines:
-            axes[0][column].legend(fontsize=8, frameon=False)
-    figure.suptitle(f"{result.settings['data']}, {result.settings['preset']}: mean over seeds")
+        for i, constraint in enumerate(("within", "across")):
+            for row in rows:
+                if row.constraint in (constraint, "none"):
+                    _curve(axes[i][column], result, row, "test_accuracy")
+                    _curve(axes[2 + i][column], result, row, "train_loss")
+            axes[i][column].set_title(f"{family} family, {constraint} heads")
+            axes[2 + i][column].set_title(f"{family} family, {constraint} heads")
+            if axes[i][column].lines:
+                axes[i][column].legend(fontsize=8, frameon=False)
+        axes[3][column].set(xlabel="epoch")
+        axes[3][column].locator_params(axis="x", integer=True)
+    for i in range(4):
+        axes[i][0].set(ylabel="test error, %" if i < 2 else "training loss")
+    figure.suptitle(
+        f"{result.settings['data']}, {result.settings['preset']}: mean over seeds, bands from the lowest to the highest",
+        fontsize=11,
+    )
     return figure
 
 
-def _curve(axis: "Axes", result: Result, row: Row, column: str) -> None:
+def _curve(
+    axis: "Axes", result: Result, row: Row, column: str, colour: str | None = None, line: str | None = None
+) -> None:
     by_epoch: dict[float, list[float]] = {}
     finished = {f"{row.name} {seed}" for seed in summarize(result, row.name).errors}
     for label, curve in result.series.items():
         if label in finished:
-            for epoch, value in zip(curve["epoch"], curve[column], strict=True):
-                by_epoch.setdefault(epoch, []).append(100 * (1 - value) if "accuracy" in column else value)
+            for epoch, value in zip(curve["epoch"], curve.get(column, ()), strict=False):
+                if not math.isnan(value):
+                    by_epoch.setdefault(epoch, []).append(
+                        100 * (1 - value) if "accuracy" in column else value
+                    )
     if by_epoch:
         epochs = sorted(by_epoch)
-        means = [statistics.fmean(by_epoch[epoch]) for epoch in epochs]
+        values = [by_epoch[epoch] for epoch in epochs]
         marker = "o" if len(epochs) == 1 else None
-        line = LINES[row.constraint]
-        axis.plot(epochs, means, label=row.label, color=_colour(row), ls=line, lw=1.2, marker=marker)
+        colour, line = colour or _colour(row), line or LINES[row.constraint]
+        axis.plot(
+            epochs,
+            [*map(statistics.fmean, values)],
+            label=row.label,
+            color=colour,
+            ls=line,
+            lw=1.4,
+            marker=marker,
+        )
+        if max(map(len, values)) > 1:
+            axis.fill_between(
+                epochs, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.13, lw=0
+            )
 
 
 def errors(result: Result) -> "Figure":
     """Every run as a dot, the mean as a bar."""
     names = [n for n in (*GROUPS["table"], *GROUPS["own"]) if summarize(result, n).errors]
-    figure, axes = new_figure(1, 1, (9, 1.2 + 0.3 * len(names)))
+    figure, axes = new_figure(1, 1, 1.2 + 0.28 * len(names))
     axis: Axes = axes
     for height, name in enumerate(reversed(names)):
         summary, colour = summarize(result, name), _colour(ROWS[name])
@@ -102,23 +144,74 @@ def errors(result: Result) -> "Figure":
 
 
 def learning_rate(result: Result) -> "Figure":
-    """Test error of one seed against the learning rate; a cross at the top is a run that diverged."""
-    figure, axes = new_figure(1, 1, (7, 4.5))
+    """Test error of one seed against the learning rate; runs that diverged are crosses above the others."""
+    figure, axes = new_figure(1, 1, 4.4)
     axis: Axes = axes
     seed = common_seed(result, GROUPS["learning-rate"])
-    for integrator, colour in zip(INTEGRATORS, ("tab:blue", "tab:red"), strict=True):
+    for number, (integrator, base) in enumerate(INTEGRATORS.items()):
         rates, values, diverged = [], [], []
         for factor in FACTORS:
-            summary = summarize(result, rate_row(integrator, factor), seed)
+            summary = summarize(result, at_rate(base, factor), seed)
             rates.append(LEARNING_RATE * factor)
             values.append(math.nan if summary.mean is None else summary.mean)
             diverged += rates[-1:] if summary.diverged else []
-        axis.semilogx(rates, values, "o-", color=colour, label=integrator)
-        height = 0.97 - 0.04 * list(INTEGRATORS).index(integrator)  # one below the other
-        axis.plot(diverged, [height] * len(diverged), "x", color=colour, transform=axis.get_xaxis_transform())
+        colour, height = style.COLOURS[number], 0.96 - 0.06 * number  # one below the other
+        axis.semilogx(rates, values, style.MARKERS[number] + "-", color=colour, label=integrator)
+        look: dict[str, Any] = {"color": colour, "transform": axis.get_xaxis_transform()}
+        axis.plot(diverged, [height] * len(diverged), "x", ms=7, **look)
+        if diverged:
+            axis.text(diverged[0] / 1.06, height, f"{integrator}: diverged", ha="right", va="center", **look)
     axis.set_xticks([LEARNING_RATE * f for f in FACTORS], [f"{LEARNING_RATE * f:g}" for f in FACTORS])
     axis.minorticks_off()
+    axis.margins(y=0.2)
     axis.set(xlabel="learning rate of all parameters", ylabel="test error, %")
-    axis.set_title("StiefelSGD within heads, by integrator")
+    axis.set_title(f"StiefelSGD within heads, by integrator, seed {seed}")
     legend_below(figure, axis, 2)
+    return figure
+
+
+def attention(result: Result) -> "Figure":
+    """What the heads of the contrasted rows do while they train, mean over seeds."""
+    panels = {
+        "logit_max": "largest logit, all heads",
+        "entropy": "entropy of the attention, nats, mean",
+        "qk_max": "$W_Q^T W_K$: largest singular value",
+        "qk_min": "$W_Q^T W_K$: smallest of $d_k$ singular values",
+        "effective_rank": "$W_Q^T W_K$: effective rank, mean",
+        "train_loss": "training loss",
+    }
+    figure, axes = new_figure(2, 3, 5.6, sharex=True)
+    for axis, (column, title) in zip(axes.flat, panels.items(), strict=True):
+        for name, colour in CONTRAST_COLOURS.items():
+            _curve(axis, result, ROWS[chosen(name)], column, colour, "-")
+        axis.set_title(title, fontsize=9)
+    for axis in axes[1]:
+        axis.set(xlabel="epoch")
+    legend_below(figure, axes.flat[-1], 3)
+    return figure
+
+
+def contrasts(results: Sequence[Result]) -> "Figure":
+    """The constrained row minus each control, for every regime: seeds as dots, the mean as a square, its interval.
+
+    With two seeds the interval would be many times wider than any difference: it is drawn from three on.
+    """
+    pairs = [(r, name) for r in results for name in CONTRASTED[1:] if paired_contrast(r, name).n]
+    figure, axes = new_figure(1, 1, 1.5 + 0.35 * len(pairs))
+    axis: Axes = axes
+    labels = []
+    for height, (result, name) in enumerate(reversed(pairs)):
+        paired, colour = paired_contrast(result, name), CONTRAST_COLOURS[name]
+        width = paired.half_width(len(CONTROLS)) if paired.n > 2 else None
+        axis.plot(paired.values, [height] * paired.n, "o", color=colour, alpha=0.35, ms=4)
+        axis.errorbar(paired.mean or 0.0, height, xerr=width, fmt="s", color=colour, capsize=4)
+        seeds = f"{paired.n} seed{'s' * (paired.n > 1)}" + ", reference" * (name not in CONTROLS)
+        labels.append(
+            f"{result.settings['preset']}, {result.settings['data']}: {ROWS[name].method} ({seeds})"
+        )
+    axis.set_yticks(range(len(pairs)), labels)
+    axis.set_ylim(-0.6, len(pairs) - 0.4)
+    axis.axvline(0, color="black", lw=0.8)
+    axis.set_xlabel("difference in test error, points; left of 0 the constraint is better")
+    axis.set_title("StiefelSGD within heads minus each control", fontsize=11)
     return figure

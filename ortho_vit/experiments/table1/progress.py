@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from ortho_vit.experiments.result import duration
 from ortho_vit.experiments.table1.runs import Run
 
 
@@ -53,13 +54,6 @@ def remaining(runs: Sequence[Run], states: Sequence[str]) -> float | None:
             todo += 1 - (progress["step"] / progress["steps"] if progress else 0)
     running = sum(state == "running" for state in states)
     return todo * length * seconds / steps / running if steps and running else None
-
-
-def duration(seconds: float) -> str:
-    minutes, hours = round(seconds / 60), seconds / 3600
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if hours < 2 else f"{hours:.1f} h"
 
 
 class Display:

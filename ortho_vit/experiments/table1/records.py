@@ -4,58 +4,78 @@
 <sweep>.csv     the curves, one line per epoch
 """
 
-import csv
-import json
 import math
 import shlex
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ortho_vit.errors import UsageError
-from ortho_vit.experiments.result import Result
-from ortho_vit.experiments.table1.rows import ROWS
+from ortho_vit.experiments.result import Result, load
+from ortho_vit.experiments.table1.presets import PRESETS
+from ortho_vit.experiments.table1.rows import DATA, ROWS
 from ortho_vit.experiments.table1.runs import Run, Sweep
-from ortho_vit.training.recorder import finite_or_none, write_json
+from ortho_vit.files import finite_or_none, write_json
 
-COLUMNS = (
-    "epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "orthogonality", "lr", "seconds",
-)  # fmt: skip
 FIELDS = (
     "status", "step", "reason", "test_accuracy", "test_loss", "seconds", "orthogonality", "parameters", "versions",
 )  # fmt: skip
+# Of the heads, as `AttentionStatistics` measures them, and how all heads become one number.
+HEADS: dict[str, Callable[[Iterable[float]], float]] = {
+    "logit_max": max,
+    "entropy": statistics.fmean,
+    **{f"{name}_max": max for name in ("q", "k", "qk")},
+    **{f"{name}_min": min for name in ("q", "k", "qk")},
+    "effective_rank": statistics.fmean,
+}
+COLUMNS = (
+    "epoch", "step", "train_loss", "train_accuracy", "val_accuracy", "test_loss", "test_accuracy", "orthogonality",
+    "lr", "seconds", *HEADS,
+)  # fmt: skip
+ALWAYS = {"epoch", "train_loss", "test_accuracy"}
 
 
 def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
     """What is finished of the runs."""
     settings = {"preset": sweep.preset, "data": sweep.data}
     collected = Result(sweep.name, settings, versions={})
+    curves: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if (result := run.result) is None:
             continue
+        curve = [_flat(point) for point in result["curve"]]
         known = {name: result.get(name) for name in FIELDS}
+        last = curve[-1] if curve else {}
+        for name in ("train_accuracy", "val_accuracy"):
+            # As the curve has it
+            known[name] = None if last.get(name) is None else float(f"{last[name]:.6g}")
         made = {"commit": run.commit, "command": run.command}
         collected.table.append({"row": run.row.name, "seed": run.seed} | known | made)
-        curve = result["curve"]
+        curves[f"{run.row.name} {run.seed}"] = curve
+    points = [point for curve in curves.values() for point in curve]
+    columns = [c for c in COLUMNS if c in ALWAYS or any(point.get(c) is not None for point in points)]
+    for label, curve in curves.items():
         if curve:
-            collected.series[f"{run.row.name} {run.seed}"] = {
-                column: [math.nan if point[column] is None else float(point[column]) for point in curve]
-                for column in COLUMNS
+            series = {c: [point.get(c) for point in curve] for c in columns}
+            collected.series[label] = {
+                c: [math.nan if v is None else float(v) for v in values] for c, values in series.items()
             }
     return collected
 
 
-def load(folder: Path, name: str) -> Result:
-    """What `Result.save` wrote."""
-    head = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    result = Result(head["name"], head["settings"], table=head["table"], versions=head["versions"])
-    curves = folder / f"{name}.csv"
-    if head["table"] and curves.is_file():
-        with curves.open(newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                curve = result.series.setdefault(line.pop("series"), {column: [] for column in COLUMNS})
-                for column, value in line.items():
-                    curve[column].append(float(value))
-    return result
+def _flat(point: dict[str, Any]) -> dict[str, Any]:
+    """A point of a curve with one number for all heads."""
+    heads = point.get("attention") or {}
+    values = {name: [v for of in heads.values() for v in of.get(name, ())] for name in HEADS}
+    flat = {name: value for name, value in point.items() if name != "attention"}
+    return flat | {name: HEADS[name](of_heads) for name, of_heads in values.items() if of_heads}
+
+
+def sweeps_in(folder: Path) -> list[str]:
+    """The names of the sweeps that were reported into a folder, in the order of the presets."""
+    names = (f"{preset}-{data.lower()}" for preset in PRESETS for data in DATA)
+    return [name for name in names if (folder / f"{name}.json").is_file()]
 
 
 def restore(sweep: Sweep, folder: Path) -> int:

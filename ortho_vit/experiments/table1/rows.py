@@ -1,14 +1,16 @@
-"""What is compared: rows, the groups they form, the paper's figures, and two sizes of the experiment.
+"""What is compared: rows, the groups they form, and the paper's figures.
 
-A row is a configuration of configs/paper/<data set> and a few arguments on top.
+A row is a configuration of configs/paper/<data set> and a few arguments on top.  Two questions share rows and machinery:
+the paper's Table 1, and the contrasts, which ask what the constraint does that the size of W^Q and W^K does not.
 """
 
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ortho_vit.errors import UsageError
+from ortho_vit.experiments.table1.presets import Preset
 
 DATA = ("CIFAR10", "CIFAR100")
 
@@ -77,12 +79,14 @@ def _table() -> Iterable[Row]:
         yield Row(name, METHODS[optimizer], constraint, name, reference=None if name == family else family)
 
 
+ISOMETRIC = ("--model.optimizer.init_args.integrator", "isometric")
+
+
 def _own() -> Iterable[Row]:
-    isometric = ("--model.optimizer.init_args.integrator", "isometric")
     for kind in ("sgd", "adam"):
         name = f"within_stiefel_{kind}"
         method = f"{METHODS[f'stiefel_{kind}']}, isometric"
-        yield Row(f"{name}_isometric", method, "within", name, isometric, reference=name)
+        yield Row(f"{name}_isometric", method, "within", name, ISOMETRIC, reference=name)
     name = "within_projected_stiefel_sgd"
     one_rate = ("--model.optimizer.init_args.stiefel_lr", "0.1")
     yield Row(f"{name}_one_rate", "ProjectedStiefelSGD, one rate", "within", name, one_rate, reference=name)
@@ -97,23 +101,25 @@ def _own() -> Iterable[Row]:
     )
 
 
-def rate_row(integrator: str, factor: float) -> str:
-    """The name of the row at `factor` times the paper's learning rate."""
-    base = INTEGRATORS[integrator]
-    return base if factor == 1 else f"{base}_rate_x{factor:g}"
+def at_rate(row: str, factor: float) -> str:
+    """The name of a row at `factor` times its learning rate."""
+    return row if factor == 1 else f"{row}_rate_x{factor:g}"
+
+
+def _at_rates(row: Row, rate: float, factors: Iterable[float]) -> Iterable[Row]:
+    """The row at multiples of its learning rate, but for itself."""
+    for factor in factors:
+        if factor != 1:
+            arguments = (*row.arguments, "--model.optimizer.init_args.lr", f"{rate * factor:g}")
+            name, method = at_rate(row.name, factor), f"{row.method}, lr × {factor:g}"
+            yield replace(row, name=name, method=method, arguments=arguments, reference=row.name)
 
 
 def _learning_rate() -> Iterable[Row]:
     for integrator, base in INTEGRATORS.items():
-        for factor in FACTORS:
-            if factor == 1:
-                continue
-            arguments = (
-                "--model.optimizer.init_args.integrator", integrator,
-                "--model.optimizer.init_args.lr", f"{LEARNING_RATE * factor:g}",
-            )  # fmt: skip
-            method = f"StiefelSGD, {integrator}, lr × {factor:g}"
-            yield Row(rate_row(integrator, factor), method, "within", "within_stiefel_sgd", arguments, base)
+        arguments = ("--model.optimizer.init_args.integrator", integrator)
+        row = Row(base, f"StiefelSGD, {integrator}", "within", "within_stiefel_sgd", arguments)
+        yield from _at_rates(row, LEARNING_RATE, dict.fromkeys((*FACTORS, *LARGE_FACTORS)))
 
 
 def _two_rates() -> Iterable[Row]:
@@ -132,66 +138,118 @@ def _projections() -> Iterable[Row]:
             yield Row(name, f"StiefelSGD on {parts.upper()}", "within", base, kwargs, base)
 
 
-_MADE = (_table(), _own(), _learning_rate(), _two_rates(), _projections())
+# The contrasts: the constrained row against each of three controls; SGD as it is for reference.
+CONSTRAINED = "within_stiefel_sgd_isometric"
+CONTROLS = ("none_sgd_large_start", "none_sgd_held_norm", "none_sgd_qk_norm")
+CONTRASTED = (CONSTRAINED, *CONTROLS, "none_sgd")
+CONTRAST_FACTORS = (0.5, 1.0, 2.0)  # of a row's own learning rate
+LARGE_FACTORS = (4.0, 8.0, 16.0, 32.0, 64.0)  # until nothing trains
+CHOSEN = {  # by the preset `few`, for all of them; 1 where a row is not named
+    CONSTRAINED: 2.0,
+    "none_sgd_large_start": 0.5,
+    "none_sgd_held_norm": 1.0,
+    "none_sgd_qk_norm": 0.5,
+    "none_sgd": 0.5,
+}
+FREE_RATE = 0.1  # SGD's
+LARGE_START, HELD_NORM = (
+    f"--trainer.callbacks+=ortho_vit.experiments.table1.controls.{name}"
+    for name in ("LargeStart", "HeldNorm")
+)
+
+
+def chosen(row: str) -> str:
+    """The row at the learning rate that was chosen for it."""
+    return at_rate(row, CHOSEN.get(row, 1.0))
+
+
+def base_rate(row: str) -> float:
+    return LEARNING_RATE if row == CONSTRAINED else FREE_RATE
+
+
+def rate_of(row: str) -> float:
+    """The learning rate that was chosen for a row."""
+    return base_rate(row) * CHOSEN.get(row, 1.0)
+
+
+def _contrasts() -> Iterable[Row]:
+    free: dict[str, tuple[str, tuple[str, ...]]] = {
+        "none_sgd": ("SGD", ()),
+        "none_sgd_large_start": ("SGD, large start", (LARGE_START,)),
+        "none_sgd_held_norm": ("SGD, norm held", (HELD_NORM,)),
+        "none_sgd_qk_norm": ("SGD, qk_norm", ("--model.model_kwargs", '{"qk_norm": true}')),
+    }
+    for name, (method, arguments) in free.items():
+        row = Row(name, method, "none", "none_sgd", arguments, None if name == "none_sgd" else "none_sgd")
+        yield row
+        yield from _at_rates(row, FREE_RATE, (*CONTRAST_FACTORS, *LARGE_FACTORS))
+
+
+def _exploratory() -> Iterable[Row]:
+    """One seed each; besides these, rows of other groups."""
+    for kind in ("adam", "adamw"):
+        name, method = f"none_{kind}", f"{METHODS[kind]}, large start"
+        yield Row(f"{name}_large_start", method, "none", name, (LARGE_START,), name)
+    across = "across_stiefel_sgd"
+    yield Row(f"{across}_isometric", "StiefelSGD, isometric", "across", across, ISOMETRIC, CONSTRAINED)
+    base = "within_stiefel_sgd"
+    frozen = (*ISOMETRIC, "--model.optimizer.init_args.stiefel_lr", "0")
+    yield Row(f"{CONSTRAINED}_frozen", "SGD, Q and K frozen", "within", base, frozen, CONSTRAINED)
+    values = (*ISOMETRIC, "--model.model_kwargs", '{"projections": "qkv"}')
+    yield Row(f"{CONSTRAINED}_qkv", "StiefelSGD on QKV, isometric", "within", base, values, CONSTRAINED)
+    scaled = (*ISOMETRIC, "--model.scale", "true")
+    yield Row(f"{CONSTRAINED}_scale", "StiefelSGD, a scale per head", "within", base, scaled, CONSTRAINED)
+    for heads in (2, 3):
+        shared = (*ISOMETRIC, "--model.constraint", str(heads))
+        method, what = "StiefelSGD, isometric", f"{heads} heads per block"
+        yield Row(f"{CONSTRAINED}_{heads}_heads", method, what, base, shared, CONSTRAINED)
+    optimizer = "--model.optimizer"
+    muon = (
+        *(optimizer, "ortho_vit.optim.StiefelMuon", f"{optimizer}.init_args.lr", "0.001"),
+        *(f"{optimizer}.init_args.weight_decay", "0.2"),  # as AdamW's
+    )
+    yield Row("none_muon", "Muon", "none", "none_adamw", muon, "none_adamw")
+    yield Row("within_stiefel_muon", "StiefelMuon", "within", "within_stiefel_adam", muon, "none_muon")
+
+
+_MADE = (_table(), _own(), _learning_rate(), _two_rates(), _projections(), _contrasts(), _exploratory())
 ROWS = {row.name: row for rows in _MADE for row in rows}
 GROUPS = {
     "table": tuple(PAPER),
     "own": tuple(row.name for row in _own()),
-    "learning-rate": tuple(rate_row(integrator, factor) for integrator in INTEGRATORS for factor in FACTORS),
+    "learning-rate": tuple(at_rate(base, factor) for base in INTEGRATORS.values() for factor in FACTORS),
     "two-rates": tuple(row.name for row in _two_rates()),
     "projections": tuple(PROJECTIONS.values()),
-}
-ONE_SEED = ("learning-rate", "two-rates", "projections")
-
-
-@dataclass(frozen=True)
-class Preset:
-    seeds: int
-    arguments: tuple[str, ...]
-
-
-# The shared ones: a folder without versions, no event files, no pictures; the recorder keeps what is needed.
-SHARED = (
-    "--trainer.devices", "1",
-    "--trainer.logger", "false",
-    "--trainer.callbacks+=ortho_vit.training.recorder.Recorder",
-    "--images.every_n_epochs", "0",
-    "--test_after_fit", "true",
-)  # fmt: skip
-PRESETS = {
-    "paper": Preset(5, SHARED),
-    "reduced": Preset(
-        3,
-        (
-            *SHARED,
-            "--trainer.accelerator", "cpu",
-            "--trainer.max_epochs", "10",
-            "--model.name", "ortho_vit_pico",
-            "--model.warmup_epochs", "1",
-            "--model.compile", "true",
-            "--data.autoaugment", "false",
-            "--data.num_workers", "0",
-            "--checkpoints.every_n_steps", "100",
-        ),
+    "contrasts": tuple(chosen(name) for name in CONTRASTED),
+    "rates": tuple(at_rate(name, factor) for name in CONTRASTED for factor in CONTRAST_FACTORS),
+    "largest-rate": tuple(
+        at_rate(name, factor) for name in CONTRASTED for factor in (*CONTRAST_FACTORS[1:], *LARGE_FACTORS)
     ),
-}  # fmt: skip
+    "exploratory": (
+        *("none_adam", "none_adamw", "within_stiefel_adam_isometric"),
+        *(row.name for row in _exploratory()),
+    ),
+}
+ONE_SEED = ("learning-rate", "two-rates", "projections", "rates", "largest-rate", "exploratory")
 
 
-def choose(groups: Sequence[str], patterns: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, int]]:
+def choose(
+    preset: Preset, groups: Sequence[str], patterns: Sequence[str], seeds: Sequence[int]
+) -> list[tuple[Row, int]]:
     """The runs of some groups, or of all where only patterns are given: one seed of every row, then the next."""
     chosen: dict[tuple[int, str], None] = {}
-    for group, names in select(groups, patterns).items():
+    for group, names in select(preset, groups, patterns).items():
         for seed in seeds[:1] if group in ONE_SEED else seeds:
             chosen |= {(seeds.index(seed), name): None for name in names}
     ordered = sorted(chosen, key=lambda key: (key[0], list(ROWS).index(key[1])))
     return [(ROWS[name], seeds[index]) for index, name in ordered]
 
 
-def select(groups: Sequence[str], patterns: Sequence[str]) -> dict[str, list[str]]:
-    """The names of the rows that groups and patterns leave, by group."""
-    groups = groups or (("all",) if patterns else ("table",))
+def select(preset: Preset, groups: Sequence[str], patterns: Sequence[str]) -> dict[str, list[str]]:
+    """The names of the rows that groups and patterns leave, by group; "all" are the preset's groups."""
+    groups = groups or (tuple(GROUPS) if patterns else preset.groups[:1])
     if "all" in groups:
-        groups = tuple(GROUPS)
+        groups = preset.groups
     _check_patterns(patterns)
     selected = {
         group: [n for n in GROUPS[group] if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]

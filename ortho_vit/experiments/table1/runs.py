@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ortho_vit.errors import UsageError
-from ortho_vit.experiments.table1.rows import PRESETS, ROWS, Row
-from ortho_vit.files import try_lock
-from ortho_vit.training.recorder import write_json
+from ortho_vit.experiments.table1.presets import PRESETS
+from ortho_vit.experiments.table1.rows import ROWS, Row
+from ortho_vit.files import try_lock, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -195,8 +195,9 @@ class Run:
 
 
 def _options(arguments: Sequence[str]) -> list[str]:
-    """Each option with its values."""
-    return [text.strip() for text in re.split(r"(?:^| )(?=--)", " ".join(arguments)) if text]
+    """Each option with its values, but for the recorder, which changes no result and may lie in another module now."""
+    options = [text.strip() for text in re.split(r"(?:^| )(?=--)", " ".join(arguments)) if text]
+    return [option for option in options if not option.endswith(".Recorder")]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

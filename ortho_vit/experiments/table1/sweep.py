@@ -15,7 +15,7 @@ from types import FrameType
 
 import torch
 
-from ortho_vit.experiments.table1.progress import duration
+from ortho_vit.experiments.result import duration
 from ortho_vit.experiments.table1.runs import Run, environment
 
 POLL_SECONDS = 1.0

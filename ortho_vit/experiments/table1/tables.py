@@ -5,33 +5,42 @@
 <!-- end -->
 """
 
-import csv
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ortho_vit.errors import UsageError
-from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.result import Result, duration
 from ortho_vit.experiments.table1.compare import (
     Difference,
     Summary,
     common_seed,
     difference,
+    held_out_error,
+    paired_contrast,
     paper_difference,
     paper_error,
     summarize,
 )
 from ortho_vit.experiments.table1.figures import available
-from ortho_vit.experiments.table1.progress import duration
+from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.rows import (
+    CHOSEN,
+    CONSTRAINED,
+    CONTRAST_FACTORS,
+    CONTRASTED,
+    CONTROLS,
     FACTORS,
     GROUPS,
     INTEGRATORS,
+    LARGE_FACTORS,
     LEARNING_RATE,
-    PROJECTIONS,
     ROWS,
-    rate_row,
+    at_rate,
+    base_rate,
+    chosen,
+    rate_of,
 )
 
 Pairs = tuple[tuple[str, str], ...]
@@ -95,22 +104,29 @@ FINDINGS = (
 
 def blocks(result: Result, folder: str) -> dict[str, str]:
     """Everything `report` writes about a sweep, by the name of its marker; the figures lie in `folder`."""
-    pictures = {
+    images = {
         name: f"![{name.replace('-', ' ')}]({Path(folder, f'{result.name}-{name}.png').as_posix()})"
         for name in available(result)
     }
-    rates = [learning_rate_table(result), pictures.get("learning-rate")]
-    return {
-        "summary": summary_line(result),
-        "table": rows_table(result, GROUPS["table"]),
-        "errors": pictures.get("errors", ""),
-        "curves": pictures.get("curves", ""),
-        "own": rows_table(result, GROUPS["own"]),
-        "learning-rate": "\n\n".join(part for part in rates if part),
-        "two-rates": rows_table(result, GROUPS["two-rates"]),
-        "projections": projections_table(result),
-        **{f.name: f"{finding_table(result, f)}\n\n{tally(result, f)}" for f in FINDINGS},
+    rates = [learning_rate_table(result), images.get("learning-rate")]
+    made = {
+        "table": {
+            "table": rows_table(result, GROUPS["table"]),
+            "errors": images.get("errors", ""),
+            "curves": images.get("curves", ""),
+            **{f.name: f"{finding_table(result, f)}\n\n{tally(result, f)}" for f in FINDINGS},
+        },
+        "own": {"own": rows_table(result, GROUPS["own"])},
+        "learning-rate": {"learning-rate": "\n\n".join(part for part in rates if part)},
+        "two-rates": {"two-rates": one_seed_table(result, GROUPS["two-rates"])},
+        "projections": {"projections": one_seed_table(result, GROUPS["projections"])},
+        "contrasts": {"contrasts": contrasts_table(result), "attention": images.get("attention", "")},
+        "rates": {"rates": rates_table(result)},
+        "largest-rate": {"largest-rate": largest_rate_table(result)},
+        "exploratory": {"exploratory": one_seed_table(result, GROUPS["exploratory"])},
     }
+    parts = [made[group] for group in PRESETS[result.settings["preset"]].groups]
+    return {"summary": summary_line(result)} | {name: text for part in parts for name, text in part.items()}
 
 
 def summary_line(result: Result) -> str:
@@ -144,30 +160,10 @@ def rows_table(result: Result, names: Sequence[str]) -> str:
                 reference.label if reference else "",
                 _signed(paired) if reference else "",
                 _p(paired) if reference else "",
-                duration(summary.seconds) if summary.seconds else "–",
-                f"{summary.orthogonality:.0e}" if summary.orthogonality is not None else "–",
+                *_time_and_orthogonality(summary),
             ]
         )
     return _markdown(lines)
-
-
-def write_csv(result: Result, path: Path) -> None:
-    """The numbers of every row that has runs."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        columns = ("row", "runs", "diverged", "error", "std", "paper error", "paper std", "reference")
-        writer.writerow([*columns, "difference", "p", "seconds", "orthogonality"])
-        for name, row in ROWS.items():
-            summary = summarize(result, name)
-            if not summary.errors and not summary.diverged:
-                continue
-            paper = paper_error(name, result.settings["data"]) or (None, None)
-            paired = difference(result, name, row.reference) if row.reference else Difference([])
-            numbers = [summary.mean, summary.std, *paper]
-            rest = [paired.mean, paired.p, summary.seconds, summary.orthogonality]
-            counts = [len(summary.errors), len(summary.diverged)]
-            cells = [name, *counts, *numbers, row.reference, *rest]
-            writer.writerow(["" if c is None else f"{c:.6g}" if isinstance(c, float) else c for c in cells])
 
 
 def finding_table(result: Result, finding: Finding) -> str:
@@ -209,20 +205,62 @@ def learning_rate_table(result: Result) -> str:
     """Test error of one seed at each multiple of the paper's learning rate."""
     lines = [["integrator", *(f"{LEARNING_RATE * factor:g} (× {factor:g})" for factor in FACTORS)]]
     seed = common_seed(result, GROUPS["learning-rate"])
-    for integrator in INTEGRATORS:
-        names = [rate_row(integrator, factor) for factor in FACTORS]
+    for integrator, base in INTEGRATORS.items():
+        names = [at_rate(base, factor) for factor in FACTORS]
         lines.append([integrator, *(_single(summarize(result, name, seed)) for name in names)])
     return _markdown(lines)
 
 
-def projections_table(result: Result) -> str:
-    lines = [["constrained", "test error, %", "time", "max \\|XXᵀ − I\\|"]]
-    seed = common_seed(result, GROUPS["projections"])
-    for parts, name in PROJECTIONS.items():
-        summary = summarize(result, name, seed)
-        seconds = duration(summary.seconds) if summary.seconds else "–"
-        orthogonality = f"{summary.orthogonality:.0e}" if summary.orthogonality is not None else "–"
-        lines.append([parts.upper(), _single(summary), seconds, orthogonality])
+def largest_rate_table(result: Result) -> str:
+    """Test error of one seed at larger and larger multiples of each row's learning rate."""
+    factors = (*CONTRAST_FACTORS[1:], *LARGE_FACTORS)
+    lines = [["row", "learning rate × 1", *(f"× {factor:g}" for factor in factors)]]
+    for name in CONTRASTED:
+        errors = [_single(summarize(result, at_rate(name, factor))) for factor in factors]
+        lines.append([ROWS[name].label, f"{base_rate(name):g}", *errors])
+    return _markdown(lines)
+
+
+def contrasts_table(result: Result) -> str:
+    """Each control beside the constrained row, at the learning rates that were chosen."""
+    header = ["row", "learning rate", "test error, %", "training error, %", "runs", "constrained − row, %"]
+    level = f"{100 - 5 / len(CONTROLS):.3g} % interval"
+    lines = [[*header, level, "constrained better", f"p × {len(CONTROLS)}"]]
+    for name in CONTRASTED:
+        row, summary, paired = chosen(name), summarize(result, chosen(name)), paired_contrast(result, name)
+        cells = [ROWS[name].label, f"{rate_of(name):g}", _error(summary), _percent(summary.train_error)]
+        cells += [_runs(summary)]
+        if name == CONSTRAINED:
+            lines.append([*cells, "", "", "", ""])
+            continue
+        wins, p = _wins(result, chosen(CONSTRAINED), row), paired.corrected_p(len(CONTROLS))
+        reference = name not in CONTROLS  # not one of the comparisons
+        lines.append(
+            [*cells, _signed(paired), _interval(paired), wins, "reference" if reference else _p_value(p)]
+        )
+    return _markdown(lines)
+
+
+def rates_table(result: Result) -> str:
+    """Error on held-out training images at multiples of each row's learning rate; the smallest is chosen."""
+    lines = [["row", "learning rate × 1", *(f"× {factor:g}" for factor in CONTRAST_FACTORS), "chosen"]]
+    for name in CONTRASTED:
+        errors = [held_out_error(result, at_rate(name, factor)) for factor in CONTRAST_FACTORS]
+        best = f"× {CHOSEN[name]:g}" if name in CHOSEN else "–"
+        lines.append([ROWS[name].label, f"{base_rate(name):g}", *(_percent(error) for error in errors), best])
+    return _markdown(lines)
+
+
+def one_seed_table(result: Result, names: Sequence[str]) -> str:
+    """Rows of which one seed is run: that seed of each."""
+    seed = common_seed(result, names)
+    if seed is None:
+        return "No runs yet."
+    lines = [["method", "constraint", "test error, %", "training error, %", "time", "max \\|XXᵀ − I\\|"]]
+    for name in names:
+        row, summary = ROWS[name], summarize(result, name, seed)
+        cells = [row.method, row.constraint, _single(summary), _percent(summary.train_error)]
+        lines.append([*cells, *_time_and_orthogonality(summary)])
     return _markdown(lines)
 
 
@@ -249,6 +287,24 @@ def _single(summary: Summary) -> str:
     return _error(summary)
 
 
+def _time_and_orthogonality(summary: Summary) -> list[str]:
+    seconds, error = summary.seconds, summary.orthogonality
+    return [duration(seconds) if seconds else "–", f"{error:.0e}" if error is not None else "–"]
+
+
+def _percent(error: float | None) -> str:
+    return "–" if error is None else f"{error:.2f}"
+
+
+def _interval(paired: Difference) -> str:
+    width = paired.half_width(len(CONTROLS))
+    return (
+        "–"
+        if width is None or paired.mean is None
+        else f"{paired.mean - width:+.2f} to {paired.mean + width:+.2f}"
+    )
+
+
 def _wins(result: Result, first: str, second: str) -> str:
     """How many seeds the first row wins of those that both finished, and how many one of them did not."""
     paired = difference(result, first, second)
@@ -266,7 +322,11 @@ def _signed(paired: Difference) -> str:
 
 
 def _p(paired: Difference) -> str:
-    return "–" if paired.p is None else f"{paired.p:.3f}" if paired.p >= 0.001 else "< 0.001"
+    return _p_value(paired.p)
+
+
+def _p_value(p: float | None) -> str:
+    return "–" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
