@@ -1,5 +1,6 @@
 """Every test starts from the same random state, and warnings that are not ours are left alone."""
 
+import signal
 import warnings
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ import torch
 import ortho_vit  # noqa: F401
 
 torch.set_num_threads(1)  # the matrices are small, and two workers share two cores
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which some of them send
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CHATTER = [
     r".*LeafSpec.*deprecated.*",  # Lightning walks batches with a function that torch renamed

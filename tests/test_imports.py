@@ -22,14 +22,20 @@ before, touched = set(sys.modules), []
 sys.addaudithook(lambda event, args: touched.append(str(args[0])) if event in ("open", "os.listdir", "os.scandir") else None)
 import ortho_vit.optim, ortho_vit.transport
 added = sorted({name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)
-print(json.dumps({"light": light, "added": added, "touched": touched}))
+by_optimizers = list(touched)
+import ortho_vit.experiments.table1.__main__
+lightning = [name for name in sys.modules if name.startswith("lightning")]
+import ortho_vit.cli.main
+loaded = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"light": light, "added": added, "touched": by_optimizers, "table1": lightning, "loaded": loaded}))
 """
+NOT_FOR_ALL = {"sklearn", "tensorboard", "onnx", "onnxruntime", "gradio", "optuna", "transformers", "gensim"}
 DISTRIBUTIONS = {"PIL": "Pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}  # where the names differ
 
 
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, list[str]]:
-    """What a fresh process has loaded and read: before torch, and after the optimizers."""
+    """What a fresh process has loaded and read: before torch, after the optimizers, and after the command line."""
     command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1]) | {"printed": done.stdout.splitlines()}
@@ -50,6 +56,15 @@ def test_the_optimizers_read_no_file_but_their_source(fresh):
         assert "checkpoints" not in path, path
         assert "configs" not in path, path
         assert ".dist-info" not in path, path
+
+
+def test_the_status_of_table_1_needs_no_lightning(fresh):
+    assert fresh["table1"] == []
+
+
+def test_the_command_line_leaves_packages_that_few_commands_need_for_later(fresh):
+    assert {"lightning", "timm"} <= set(fresh["loaded"])
+    assert not NOT_FOR_ALL & set(fresh["loaded"])
 
 
 def test_the_arrows_of_the_design_hold():

@@ -17,6 +17,7 @@ import ortho_vit
 from ortho_vit import resources
 from ortho_vit.cli import entry
 from ortho_vit.cli.compose import expand, find_config
+from ortho_vit.models.__main__ import main as write_page
 from ortho_vit.models.weights import export_folder
 
 ROOT = Path(__file__).parent.parent
@@ -97,11 +98,14 @@ print(json.dumps({
     assert list(empty.iterdir()) == []
 
 
-def test_export_writes_below_the_working_directory_where_the_package_is_installed(monkeypatch, tmp_path):
+def test_nothing_is_written_into_an_installed_package(monkeypatch, tmp_path):
     monkeypatch.delenv("ORTHO_VIT_CHECKPOINTS", raising=False)
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(resources, "PACKAGE", tmp_path)
     assert export_folder() == Path("checkpoints")
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert write_page([]) == 1  # for there are no weights in ./checkpoints
+    assert not any((tmp_path / "checkpoints").iterdir())
     monkeypatch.undo()
     assert export_folder() == ROOT / "checkpoints"
 

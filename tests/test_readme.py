@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from benchmarks import sharding_model
-from ortho_vit import list_models
+from ortho_vit import demo, list_models
 from ortho_vit.cli.export import parse
 from ortho_vit.cli.main import main
+from ortho_vit.cli.zoo import Zoo
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -60,6 +62,9 @@ def pictures(tmp_path, monkeypatch):
 )
 def test_python_snippets_run(snippet, pictures):
     skip_without_weights(snippet)
+    if "import transformers" in snippet:
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
     offline = snippet.replace('_224", pretrained=True', '_224", pretrained=False')  # no network here
     exec(compile(offline, "README.md", "exec"), {})
 
@@ -74,11 +79,42 @@ def test_training_commands_are_understood(command, monkeypatch, capsys):
     if arguments[0] == "export":
         assert parse(arguments[1:]).name == "my_images"
         return
-    arguments = [w for w in arguments if w not in ("--ckpt_path", "last")]
+    if arguments[0] in ("models", "info", "verify", "onnx"):
+        assert Zoo(arguments).options
+        return
+    if arguments[0] == "demo":
+        with pytest.raises(SystemExit, match="0"):
+            demo.main([*arguments[1:], "--help"])
+        return
+    # The run of a page does not exist: the configuration of the quick start stands for its own.
+    text = " ".join(arguments).replace("--ckpt_path RUN", "--config configs/quickstart.yaml")
+    arguments = text.replace("--ckpt_path last", "").split()
     with pytest.raises(SystemExit) as stop:
         main([*(["fit"] if arguments[0].startswith("-") else []), *arguments, "--print_config"])
     assert stop.value.code == 0
     assert "ortho_vit" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "text", dict.fromkeys(blocks(TUTORIALS, "yaml")), ids=lambda text: text.splitlines()[1]
+)
+def test_configurations_are_understood(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "part.yaml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "fit",
+                "--config",
+                "configs/quickstart.yaml",
+                "--config",
+                str(tmp_path / "part.yaml"),
+                "--print_config",
+            ]
+        )
+    assert stop.value.code == 0
+    assert str(yaml.safe_load(text)["model"]["param_groups"][0]["match"]) in capsys.readouterr().out
 
 
 def test_make_targets_and_links_exist():
@@ -113,6 +149,16 @@ def test_the_contrasts_of_the_readme_are_rows_of_table_1():
     assert rows
     for row in rows:
         assert f"\n{row[:-2]}" in table, row
+
+
+def test_the_sweep_of_the_page_on_choosing_is_that_of_table_1():
+    table = (ROOT / "docs/table1.md").read_text()
+    rows = re.findall(
+        r"^\| (?:integrator|isometric) \|.*$", (ROOT / "docs/choosing.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 2
+    for row in rows:
+        assert f"\n{row}\n" in table, row
 
 
 def test_experiments_have_the_options_they_are_given(monkeypatch, capsys):

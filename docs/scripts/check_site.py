@@ -1,30 +1,39 @@
 """Check a built site: links and anchors lead somewhere, images exist, nothing is loaded from a network.
 
     python docs/scripts/check_site.py site                     links, without a browser
-    python docs/scripts/check_site.py site --browser           and screenshots by Debian's chromium, if it is installed
+    python docs/scripts/check_site.py site --browser           and every page in Debian's chromium
 
-With a browser, errors on a page's console are failures too.  Screenshots go to site-screenshots/.
+In the browser every page is shown wide, wide and dark, and on a phone.  Errors on its console, requests that fail,
+images that are not drawn, anything wider than the window, and a search without results are failures too.
+Screenshots go to site-screenshots/.
 """
 
 import argparse
-import re
-import shutil
-import subprocess
+import functools
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-PAGES = (
-    "index.html",
-    "concepts.html",
-    "table1.html",
-    "choosing.html",
-    "reference/optim.html",
-    "reference/configuration.html",
-)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from browser import Browser, BrowserError, Page, Window
+
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
-SCHEMES = ("light", "dark")
+WINDOWS = (Window("light"), Window("dark", scheme="dark"), Window("phone", width=400, height=850))
+SCREENSHOTS = Path("site-screenshots")
+SEARCH = "StiefelSGD"
+MISSING_IMAGES = "[...document.images].filter(i => !i.naturalWidth).map(i => i.getAttribute('src'))"
+TOO_WIDE = """(() => {
+    const width = document.documentElement.clientWidth;
+    if (document.documentElement.scrollWidth <= width) return null;
+    const wide = [...document.querySelectorAll('article *')].find(e => e.getBoundingClientRect().right > width + 1);
+    return wide ? wide.tagName.toLowerCase() + ' "' + wide.textContent.trim().slice(0, 40) + '"' : 'the page';
+})()"""
 
 
 class PageLinks(HTMLParser):
@@ -74,36 +83,64 @@ def _is_remote(url: str) -> bool:
     return url.startswith(("http://", "https://", "//"))
 
 
-def check_in_browser(browser: str, site: Path, folder: Path) -> list[str]:
-    """Take screenshots of the main pages in both colour schemes; one line for each error on their consoles."""
-    folder.mkdir(exist_ok=True)
+# -------------------------------------------------------------------------------------------------- in a browser
+
+
+def check_in_browser(site: Path, folder: Path) -> list[str]:
+    """Show every page in every window and keep a screenshot; one line for each thing that is wrong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    names = [name for name in names if name != "404.html"]
     problems = []
-    for page in PAGES:
-        for scheme in SCHEMES:
-            image = folder / f"{page.removesuffix('.html').replace('/', '-')}-{scheme}.png"
-            errors = screenshot(browser, (site / page).resolve(), image, scheme)
-            problems += [f"{page}, {scheme}: {line}" for line in errors]
+    with served(site) as address, Browser() as browser:
+        for i, name in enumerate(names, start=1):
+            print(f"[{i}/{len(names)}] {name}", flush=True)
+            for window in WINDOWS:
+                with browser.open(f"{address}/{name}", window) as page:
+                    page.screenshot(
+                        folder / f"{name.removesuffix('.html').replace('/', '-')}-{window.name}.png"
+                    )
+                    problems += [f"{name}, {window.name}: {line}" for line in page_problems(page)]
+        with browser.open(f"{address}/index.html") as page:
+            problems += [f"index.html, search: {line}" for line in search_problems(page)]
     return problems
 
 
-def screenshot(browser: str, page: Path, image: Path, scheme: str) -> list[str]:
-    """The errors on the console of a page, which is drawn into `image`."""
-    image.unlink(missing_ok=True)
-    command = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,2400",
-        "--enable-logging=stderr", "--virtual-time-budget=5000", f"--screenshot={image.resolve()}",
-        *(["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
-        page.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    # The search index is fetched, which browsers refuse for pages that are opened from the disk.
-    errors = [
-        line for line in done.stderr.splitlines() if re.search(r"CONSOLE.*(Error|Failed|Uncaught)", line)
-    ]
-    errors = [line for line in errors if "search" not in line]
-    return (
-        errors if image.exists() else [*errors, f"{browser} made no screenshot (exit code {done.returncode})"]
-    )
+def page_problems(page: Page) -> list[str]:
+    """What is wrong with an open page, one line each."""
+    wide = page.evaluate(TOO_WIDE)
+    missing = [f"{image} is not drawn" for image in page.evaluate(MISSING_IMAGES)]
+    return page.problems + missing + ([f"{wide} is wider than the window"] if wide else [])
+
+
+def search_problems(page: Page) -> list[str]:
+    """What is wrong with the search, one line each."""
+    page.click("document.querySelector('input.md-search__input')")
+    page.type(SEARCH)
+    try:
+        page.wait_for("document.querySelectorAll('.md-search-result__item').length > 0", seconds=15)
+    except BrowserError:
+        return [*page.problems, f"{SEARCH!r} is not found"]
+    return page.problems
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A page that is closed drops its connections; the browser reports what else fails."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder on this machine; the address."""
+    with Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,20 +148,19 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("site", type=Path)
-    parser.add_argument("--browser", action="store_true", help="take screenshots as well")
+    parser.add_argument("--browser", action="store_true", help="look at every page in chromium as well")
     options = parser.parse_args(arguments)
     if not (options.site / "index.html").is_file():
-        print(f"{options.site} holds no site: run make docs first", file=sys.stderr)
+        print(f"error: {options.site} holds no site: run make docs first", file=sys.stderr)
         return 2
     problems = check_links(options.site)
     if options.browser:
-        browser = shutil.which("chromium")
-        if browser is None:
-            print("chromium is not installed, so no page was looked at: apt install chromium")
-        else:
-            folder = Path("site-screenshots")
-            problems += check_in_browser(browser, options.site, folder)
-            print(f"screenshots are in {folder}/")
+        try:
+            problems += check_in_browser(options.site, SCREENSHOTS)
+        except BrowserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(f"screenshots are in {SCREENSHOTS}/")
     print(*problems, sep="\n", end="\n" if problems else "")
     print(f"{len(problems)} problems in {options.site}")
     return bool(problems)

@@ -26,6 +26,7 @@ MODULES = {
     "training": "ortho_vit/training/__init__.py",
     "transport": "ortho_vit/transport/__init__.py",
     "errors": "ortho_vit/errors.py",
+    "demo": "ortho_vit/demo.py",
 }
 COPIED = {
     "changelog.md": "CHANGELOG.md",
@@ -37,6 +38,7 @@ WITHOUT_MEMBERS = (
     "ortho_vit.data",
     "ortho_vit.training",
 )  # methods that torch and Lightning call
+TAGS_AND_CODE = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -80,6 +82,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return text if text.strip("`") in (name, target) else f"{text} (`{name}`)"
 
     return LINK.sub(replace, markdown)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Set W^Q as W with a superscript, except in code."""
+    parts = TAGS_AND_CODE.split(html)
+    parts[::2] = [re.sub(r"\bW\^([QKVO])\b", r"W<sup>\1</sup>", text) for text in parts[::2]]
+    return "".join(parts)
 
 
 def public_names(source: str) -> list[str]:

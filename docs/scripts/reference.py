@@ -13,7 +13,8 @@ from jsonargparse import ArgumentParser
 
 import ortho_vit.data
 import ortho_vit.optim
-from ortho_vit.cli import export
+from ortho_vit import demo
+from ortho_vit.cli import export, zoo
 from ortho_vit.cli.entry import HELP
 from ortho_vit.cli.main import CommandLine
 
@@ -62,6 +63,10 @@ def command_line() -> str:
                 table(rows),
             ]
     parts += ["## export", f"```text\n{help_of(export.parse, 'ortho-vit export')}\n```"]
+    for name in ("models", "info", "verify", "onnx"):
+        text = help_of(lambda arguments, name=name: zoo.Zoo([name, *arguments]), f"ortho-vit {name}")
+        parts += [f"## {name}", f"```text\n{text}\n```"]
+    parts += ["## demo", f"```text\n{help_of(demo.main, 'ortho-vit demo')}\n```"]
     for name in EXPERIMENTS:
         module = f"ortho_vit.experiments.{name}"
         text = help_of(main_of(module), f"python -m {module}")
