@@ -96,7 +96,7 @@ def rate_of(A: Tensor, lr: Rate, host: bool) -> Tensor:
     size = frobenius(A)
     if host and lr * float(size.amax()) <= STEEP:
         return A.new_full((len(A), 1, 1), float(lr))
-    A = A / size.clamp(min=1e-37)  # so that no fourth power overflows
+    A = A / size.clamp(min=1e-18)  # so that no fourth power overflows; what is shorter still needs no limit
     sigma = spectral_bound(symmetric_matmul(A, A.mT)).sqrt_().mul_(size)
     reach = sigma.mul_((1 - 1e-5) / STEEP).reciprocal_()  # rounding must not limit an ordinary step
     return torch.minimum(reach, lr.to(reach)) if isinstance(lr, Tensor) else reach.clamp_(max=lr)
@@ -146,21 +146,30 @@ def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -
     return U
 
 
-def move_square(X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool, scratch: Tensor | None) -> None:
-    """Algorithms 4 and 5: X ← polar(EᵀX), where the retraction itself makes E = polar(I + W) of I + W."""
+def move_square(X: Tensor, W: Tensor, flow: Flow, host: bool, scratch: Tensor | None) -> None:
+    """Algorithms 4 and 5: X ← polar(EᵀX) for W = ηZ, which is overwritten.
 
-    def turned(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        E = W if flow.expm == "euler" else turn(W, flow.expm, host)
-        Y = torch.baddbmm(X, E.mT, X, out=scratch)
-        return Y, *deviation(Y)
+    The retraction itself makes E = polar(I + W) of I + W.  So D = W Wᵀ shows the host whether the limit of a step acts,
+    which is rare, for less than the limit's own products.
+    """
+    looks = host and flow.expm == "euler"
+    if not looks:
+        W.mul_(rate_of(W, 1.0, host))
+    Y, D, D2 = turned(X, W, flow.expm, host, scratch)
+    if looks and not float(frobenius(D2).amax()) < 0.95 * STEEP**4:
+        W.mul_(rate_of(W, 1.0, host))
+        Y, D, D2 = turned(X, W, flow.expm, host, scratch)
+    del W  # the retraction needs memory too
+    retract(X, Y, D, D2, host)
 
-    if host and flow.expm == "euler" and lr * float(frobenius(Z).amax()) > STEEP:
-        # D = W Wᵀ shows whether a limit acts, which is rare, for less than its own products
-        Y, D, D2 = turned(Z * lr)
-        if float(frobenius(D2).amax()) < 0.95 * STEEP**4:
-            retract(X, Y, D, D2, host)
-            return
-    retract(X, *turned(Z * rate_of(Z, lr, host)), host)
+
+def turned(
+    X: Tensor, W: Tensor, expm: Expm, host: bool, scratch: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y = EᵀX for square X, or (I + W)ᵀX, whose polar factor that is; with D = Y Yᵀ − I and D²."""
+    E = W if expm == "euler" else turn(W, expm, host)
+    Y = torch.baddbmm(X, E.mT, X, out=scratch)
+    return Y, *deviation(Y)
 
 
 # ------------------------------------------------------------------------------------------------------- the steps
@@ -185,7 +194,7 @@ def sgd_step(
         K = torch.bmm(X, G.mT)
         Z.mul_(momentum).addcmul_(K - K.mT, kick, value=flow.half)
         del K
-        return move_square(X, Z, lr, flow, host, scratch)
+        return move_square(X, Z * lr, flow, host, scratch)
     H = turned_(U, X, Z, lr, flow, host).mul_(momentum).addcmul_(G, kick)
     K = torch.bmm(X, H.mT)
     Z.mul_(momentum).add_(K - K.mT, alpha=flow.half)
@@ -227,7 +236,7 @@ def adam_step(
     if U is None or q is None:
         Z.mul_(beta1).sub_(f, alpha=1 - beta1)
         del K, f
-        return move_square(X, rescaled(Z, p), lr, flow, host, scratch)
+        return move_square(X, rescaled(Z, p).mul_(lr), flow, host, scratch)
     brought_(U, X)
     turned_(U, X, Z, lr, flow, host).mul_(beta1)
     Z.mul_(beta1).sub_(f, alpha=1 - beta1)
