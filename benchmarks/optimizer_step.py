@@ -303,7 +303,7 @@ def measure(mode: str, rounds: int, steps: int, scale: float) -> list[dict]:
     for i in range(rounds):
         for contestant in field:
             if "parametrizations" in contestant.name and i >= 3:
-                continue  # seconds a step
+                continue  # it takes seconds per step
             contestant.set_gradients(scale)
             start = time.process_time()
             contestant.step()
@@ -367,7 +367,7 @@ def main() -> None:
         for kind in (StiefelSGD, StiefelAdam):
             eager, generated, products = compiled_kernels(kind)
             compiled = f"compiled {generated + products}, of which {products} are products"
-            print(f"{kind.__name__}, capturable: {eager} kernels a step; {compiled}")
+            print(f"{kind.__name__}, capturable: {eager} kernels per step; {compiled}")
         return
     results = {}
     for mode in [options.mode] if options.mode else BLOCKS:

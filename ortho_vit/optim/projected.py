@@ -111,7 +111,7 @@ class ProjectedStiefelSGD(StiefelOptimizer):
 class ProjectedStiefelAdam(StiefelOptimizer):
     """Projected Stiefel Adam for constrained parameters, `torch.optim.Adam` for the rest.
 
-    The second moment is one number a block, ‖G‖² averaged.
+    The second moment is one number per block, ‖G‖² averaged.
 
     Args:
         betas, eps: as in `torch.optim.Adam`; for the blocks ε stands under the root.

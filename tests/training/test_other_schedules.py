@@ -28,7 +28,7 @@ class Rates(L.Callback):
 def rates(folder, scheduler, **kwargs):
     record = Rates()
     model = make_classifier(scheduler=scheduler, **kwargs)
-    make_trainer(folder, record, max_epochs=3).fit(model, datamodule=digits(limit=64))  # two steps an epoch
+    make_trainer(folder, record, max_epochs=3).fit(model, datamodule=digits(limit=64))  # two steps per epoch
     return record.seen
 
 
