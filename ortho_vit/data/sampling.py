@@ -46,6 +46,13 @@ class Batch(NamedTuple):
     key: Key  # its samples are those of the images
     failures: list[str]
 
+    def pin_memory(self) -> "Batch":
+        """The batch in pinned memory, for `DataLoader`; resident images are on the device already and stay there."""
+        images, targets = (
+            x.pin_memory() if isinstance(x, Tensor) and x.is_cpu else x for x in (self.images, self.targets)
+        )
+        return self._replace(images=images, targets=targets)
+
 
 class BatchSet(Dataset[Batch]):
     """A data set that is indexed by `Key`, and whose batches `augment` makes ready for a network."""

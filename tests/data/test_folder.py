@@ -9,6 +9,7 @@ from timm.data import create_transform
 
 from ortho_vit.data import ImageFolder
 from ortho_vit.data.decode import decode, random_box
+from tests.helpers.dispatch import OTHER, other_device
 from tests.helpers.image_files import class_folders, huge_png, image_file, image_folder
 
 RNG = np.random.default_rng(0)
@@ -76,6 +77,27 @@ def test_batches_are_the_same_with_and_without_workers(tmp_path, autoaugment):
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
     assert len(runs[0]) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_images_reach_another_device_as_uint8_and_are_augmented_there_without_a_read(tmp_path, num_workers):
+    for number, size in enumerate([(24, 20), (7, 31), (40, 16), (16, 16), (33, 9), (20, 50)]):
+        image_file(tmp_path / "cat" / f"{number}.png", size=size)
+        image_file(tmp_path / "dog" / f"{number}.png", size=size[::-1])
+    options = {"val_size": 0, "augment": "randaugment", "random_erasing": 0.5, "mixup": 0.5, "cutmix": 0.5}
+    expected = list(image_folder(tmp_path, **options).train_dataloader())
+    data = image_folder(tmp_path, num_workers=num_workers, **options)
+    data._device = lambda: OTHER
+    loader = data.train_dataloader()
+    assert [(batch.images.dtype, batch.images.shape) for batch in loader._loader] == [
+        (torch.uint8, (4, 3, 16, 16))
+    ] * 3
+    with other_device():
+        found = list(loader)
+    for batch, theirs in zip(found, expected, strict=True):
+        for ours, other in zip(batch, theirs, strict=True):
+            assert ours.device == OTHER
+            assert torch.equal(ours.values, other)
 
 
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])

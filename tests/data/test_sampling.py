@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from ortho_vit.data import Digits
-from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Loader, _unchanged
+from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader, _unchanged
 from tests.helpers.dispatch import OTHER, other_device
 
 
@@ -161,6 +162,25 @@ def test_resident_images_are_moved_once_and_need_no_workers():
     assert data.val_set.images is data.train_set.images
     assert data.test_set.images.device == OTHER
     assert loader._loader.num_workers == 0
+
+
+def test_only_memory_of_the_host_is_pinned(monkeypatch):
+    """As torch has it: pinning a tensor of a GPU raises an error."""
+
+    def pin(tensor):
+        assert tensor.is_cpu
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    images, labels, key = torch.ones(2, 1, 4, 4), torch.arange(2), Key(0, np.arange(2))
+    pinned = torch_pin_memory(Batch(images, labels, key, []))
+    assert pinned.images is not images
+    assert pinned.targets is not labels
+    resident = torch_pin_memory(Batch(images.to(OTHER), labels, key, ["a failure"]))
+    assert resident.images.device == OTHER
+    assert resident.targets is not labels
+    assert resident.failures == ["a failure"]
+    assert torch_pin_memory(Batch(images, ["a", "b"], key, [])).targets == ["a", "b"]
 
 
 def test_resident_images_on_a_cpu_are_where_they_were_and_workers_augment_them():
