@@ -1,8 +1,8 @@
 """Augmentation of whole batches, on the device where the batch is.
 
-`Augmentation` draws every random decision of a batch on the host, with the addressable numbers of `rng`, and
-then runs tensor operations only: crop and flip by indexing, AutoAugment or a relative (see `policies`),
-normalisation, random erasing, mixup or cutmix.  After the draws nothing is read back from the device.
+`Augmentation` draws all random decisions of a batch on the host, from the addressable numbers of `rng`, and then runs
+tensor operations only: crop and flip by indexing, AutoAugment or a similar policy (see `policies`), normalisation, random
+erasing, mixup or cutmix.  After the draws nothing is read back from the device.
 """
 
 import math
@@ -46,14 +46,14 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 def to_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The uint8 images that `normalize` made these of."""
+    """The inverse of `normalize`: uint8 images."""
     shift, scale = (torch.tensor(x, device=images.device).view(-1, 1, 1) for x in (mean, std))
     return (images * scale + shift).mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 # ----------------------------------------------------------------------------------------------- erasing and mixing
 
-Boxes = NDArray[np.int64]  # a row for each image: top, left, bottom, right
+Boxes = NDArray[np.int64]  # one row per image: top, left, bottom, right
 MIN_ERASED, MAX_ERASED, MIN_ASPECT, ATTEMPTS = 0.02, 1 / 3, 0.3, 10  # timm's
 
 
@@ -95,9 +95,7 @@ class Mix(NamedTuple):
 
     @classmethod
     def draw(cls, rng: np.random.Generator, mixup: float, cutmix: float, height: int, width: int) -> "Mix":
-        """One draw for a batch, as timm's `Mixup` in batch mode; where both are wanted, each has half of the
-        batches.
-        """
+        """One draw for a batch, as timm's `Mixup` in batch mode; with both, either has probability ½."""
         use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
         alpha = cutmix if use_cutmix else mixup
         share = float(rng.beta(alpha, alpha))
@@ -107,9 +105,8 @@ class Mix(NamedTuple):
         y, x = rng.integers(height), rng.integers(width)
         top, bottom = np.clip([y - cut_h // 2, y + (cut_h + 1) // 2], 0, height)
         left, right = np.clip([x - cut_w // 2, x + (cut_w + 1) // 2], 0, width)
-        return cls(
-            1 - (bottom - top) * (right - left) / (height * width), np.array([[top, left, bottom, right]])
-        )
+        share = 1 - (bottom - top) * (right - left) / (height * width)
+        return cls(share, np.array([[top, left, bottom, right]]))
 
     def images(self, images: Tensor) -> Tensor:
         partners = images.flip(0)
@@ -128,19 +125,19 @@ class Mix(NamedTuple):
 
 
 class Augmentation:
-    """Makes the batch that a network sees from uint8 images, as a function of the images and their `Key`.
+    """Turns uint8 images into the batch that a network sees; a function of the images and their `Key`.
 
     Args:
         mean, std: of the pixels in [0, 1], by which images are normalised.
-        padding: black pixels on each side before a window of the old size is cut out at random; 0 for no
+        padding: black pixels added on each side before a random window of the old size is cut out; 0 for no
             crop.
         flip: mirror half of the images.
         policy: AutoAugment or one of its relatives, or None.
         erasing: probability of random erasing; erased pixels have the mean colour.
         mixup, cutmix: the α of each, 0 for none; labels become probabilities of the `num_classes` classes.
-        first_column: the first of each image's random numbers that is used here: two for the crop, one for
-            the flip, then the policy's.  A data set that cuts random boxes itself has used four and passes 2,
-            as nothing is cropped here.
+        first_column: index of the first of each image's random numbers that is used here: two for the crop, one
+            for the flip, then the policy's.  `ImageFolder` uses four for its own random crop and passes 2, because
+            the two for the crop here stay unused.
     """
 
     def __init__(
@@ -163,7 +160,7 @@ class Augmentation:
         self.seed, self.first_column = seed, first_column
 
     def prepare(self, height: int, width: int) -> None:
-        """Build the policy's tables for the CPU now; workers inherit them instead of building their own."""
+        """Build the policy's tables for the CPU before workers start, so that they inherit them."""
         if self.policy is not None:
             self.policy.operations(height, width, torch.device("cpu"))
 
@@ -180,9 +177,8 @@ class Augmentation:
         images = normalize(images, self.mean, self.std)
         if self.erasing:
             noise = uniform(self.seed, "erase", key.epoch, key.samples, 1 + 4 * ATTEMPTS)
-            images = images.masked_fill(
-                inside(erasing_boxes(noise, self.erasing, height, width), images), 0.0
-            )
+            boxes = erasing_boxes(noise, self.erasing, height, width)
+            images = images.masked_fill(inside(boxes, images), 0.0)
         if (self.mixup or self.cutmix) and labels is not None and len(images):
             rng = generator(self.seed, "mix", key.epoch, int(key.samples[0]))
             mix = Mix.draw(rng, self.mixup, self.cutmix, height, width)

@@ -1,9 +1,9 @@
 """CIFAR-10 and CIFAR-100 from their official files, in either layout, extracted or still in the archive.
 
-The files may come from anywhere, and nothing in them is trusted.  An archive is read where it is: nothing is extracted,
-so a hostile one cannot write anywhere, and a damaged one leaves nothing behind.  The python layout is pickle, which can run
-code, but it is the layout that most people have, so it gets a reader of its own (`_Unpickler`, forty lines): it knows the
-five names by which numpy writes an array, returns for each a stand-in that keeps its arguments, and refuses any other name.
+The files may come from anywhere and are not trusted.  An archive is read without extracting it, so a hostile one cannot
+write files, and a damaged one leaves nothing behind.  The python layout is pickle, which can run code, but it is the
+layout that most people have, so it has a reader of its own, `_Unpickler`, in forty lines: it accepts the five names with
+which numpy pickles an array, replaces each by a stand-in that only keeps its arguments, and refuses every other name.
 Errors are one line that names the file.
 """
 
@@ -75,7 +75,7 @@ class _CIFAR(TensorDataModule):
                 raise ConnectionError(f"{error}; fetch it by hand and put it into {self.root}") from error
 
     def _find(self) -> tuple[Layout, Path] | None:
-        """A layout and the folder or archive that has it; folders first, they are quicker to read."""
+        """A layout and the folder or archive that has it; folders first, which are faster to read."""
         for layout in self.layouts:
             for folder in (self.root / layout.folder, self.root):
                 if any((folder / name).is_file() for name in layout.train + layout.test):
@@ -137,7 +137,7 @@ def read_archive(archive: Path, folder: str, names: Sequence[str]) -> dict[str, 
 
 
 def _read_members(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
-    """Go through the whole archive: for the wanted members, for unsafe ones, and to the checksum at its end."""
+    """Read the whole archive: the wanted members, a check for unsafe ones, and the checksum at the end."""
     contents = {}
     with _Limited(archive) as stream:
         with tarfile.open(fileobj=stream, mode="r|") as tar:
@@ -156,7 +156,7 @@ def _read_members(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
 
 
 class _Limited(gzip.GzipFile):
-    """Raises an error beyond `MAX_TOTAL` bytes, whatever the archive claims to hold."""
+    """Raises an error after `MAX_TOTAL` bytes, whatever sizes the archive states."""
 
     def read(self, size: int | None = -1) -> bytes:
         content = super().read(size)

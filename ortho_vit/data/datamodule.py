@@ -1,11 +1,11 @@
-"""What the data modules share: arguments, loaders, splits, sets held in memory.
+"""What the data modules share: arguments, loaders, splits, and sets held in memory.
 
-Batches are `(images, labels)`: normalised float32 `(B, C, H, W)` and int64 `(B,)`, or probabilities `(B,
-classes)` in training with mixup or cutmix; those of `predict` are `(images, names)`.  The validation set is
-held out of the training set by seed; the test set is for `test` and `predict` only.
+Batches are `(images, labels)`: normalised float32 `(B, C, H, W)` and int64 `(B,)`, or probabilities `(B, classes)` in
+training with mixup or cutmix; `predict` has batches `(images, names)`.  The validation set is held out of the training set
+by seed; the test set is for `test` and `predict` only.
 
-A data module works without a trainer too: `data.prepare_data(); data.setup("fit"); data.train_dataloader()`.
-Batches are on the CPU then; while a trainer runs they are made on its device.
+A data module also works without a trainer: `data.prepare_data(); data.setup("fit"); data.train_dataloader()`.  Batches
+are then on the CPU; while a trainer runs they are augmented on its device.
 """
 
 import os
@@ -32,21 +32,21 @@ class ImageDataModule(L.LightningDataModule):
     """The arguments and the loaders of every data module.
 
     Args:
-        batch_size: images in a batch, for each process.
+        batch_size: images per batch and process.
         num_workers: processes that prepare training batches; 0 prepares them in the training process.  The
-            batches are the same with any number.
-        val_size: how much of the training set to hold out for validation: a count, or a share below 1.  0
-            trains on everything and validates on nothing.
+            batches do not depend on it.
+        val_size: how much of the training set to hold out for validation: a count, or a share below 1.  With 0
+            there is no validation.
         limit: use at most this many images of each set, for a quick look.
-        seed: decides the splits, the order of the training set and its augmentation.
-        augment: apply a policy of random operations to training images: "autoaugment", "randaugment" or
+        seed: determines the splits, the order of the training set and its augmentation.
+        augment: policy of random operations for training images: "autoaugment", "randaugment" or
             "trivialaugment".
         autoaugment: the same as `augment: autoaugment`.
-        random_erasing: the probability that a random box of a training image is replaced by the mean colour.
-        mixup: the α of mixup, 0 for none.  A training batch is averaged with itself in reverse order, images
+        random_erasing: probability that a random box of a training image is replaced by the mean colour.
+        mixup: the α of mixup, 0 for none.  Each training batch is averaged with itself in reverse order, images
             and labels.
-        cutmix: the α of cutmix, 0 for none.  A box of each image comes from its partner.  With both, each has
-            half of the batches.
+        cutmix: the α of cutmix, 0 for none.  A box of each image is taken from its partner in the reversed batch.
+            With both, each batch uses one of the two with equal probability.
     """
 
     classes: Sequence[str]
@@ -54,9 +54,9 @@ class ImageDataModule(L.LightningDataModule):
     std: tuple[float, ...]
     image_size: int
     channels: int = 3
-    crop_pct: float = 1.0  # how much of the shorter side evaluation looks at, in timm's sense
+    crop_pct: float = 1.0  # share of the shorter side that evaluation keeps, as in timm
     autoaugment_policy = AutoAugmentPolicy.CIFAR10
-    train_set: Any = None  # these three by setup
+    train_set: Any = None  # set by `setup`, as the next two
     val_set: Any = None
     test_set: Any = None
 
@@ -136,7 +136,7 @@ class ImageDataModule(L.LightningDataModule):
     def _augmentation(
         self, *, train: bool, padding: int = 0, flip: bool = False, first_column: int = 0
     ) -> Augmentation:
-        """What makes batches of uint8 images: all of it in training, else normalisation."""
+        """The augmentation of a training set; for other sets only the normalisation."""
         if not train:
             return Augmentation(self.mean, self.std)
         return Augmentation(
@@ -160,7 +160,7 @@ class ImageDataModule(L.LightningDataModule):
 
     @abstractmethod
     def _load(self, stage: str | None) -> None:
-        """Fill the sets that a stage needs, all for None, unless they are there."""
+        """Fill the sets that a stage needs (None: all of them), unless they are filled already."""
 
     @abstractmethod
     def _batches(self, dataset: Any, train: bool = False) -> Loader:
@@ -170,7 +170,7 @@ class ImageDataModule(L.LightningDataModule):
         self._load(stage)
         if stage == "fit" and self.trainer and not len(self.val_set):
             self._limit_val_batches = self.trainer.limit_val_batches
-            self.trainer.limit_val_batches = 0  # Lightning's way to say that there is no validation
+            self.trainer.limit_val_batches = 0  # how Lightning is told that there is no validation
 
     def teardown(self, stage: str | None = None) -> None:
         if stage == "fit" and self.trainer and self._limit_val_batches is not None:
@@ -227,33 +227,25 @@ class ImageDataModule(L.LightningDataModule):
         return Loader(dataset, sampler, device=self._device(), position=position, **kwargs)
 
     def _device(self) -> torch.device:
-        """The trainer's while it runs, else the CPU."""
+        """The trainer's device while it runs, otherwise the CPU."""
         trainer = self.trainer
         running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
         return trainer.strategy.root_device if trainer is not None and running else torch.device("cpu")
 
     def _batches_done(self) -> int:
-        """How many batches of this epoch the trainer has finished: not 0 where it resumes in mid-epoch."""
+        """How many batches of this epoch the trainer has finished: above 0 where it resumes mid-epoch."""
         return self.trainer.fit_loop.batch_idx + 1 if self.trainer else 0
 
 
 def printable(text: str) -> str:
-    """Text that any terminal takes: bytes of file names that are not UTF-8 become question marks."""
+    """The text with bytes of file names that are not UTF-8 replaced, so that any terminal can print it."""
     return os.fsencode(text).decode("utf-8", "replace")
-
-
-def augmented(augmentation: Augmentation, batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device, ready for a network."""
-    images, labels = batch.images.to(device, non_blocking=True), batch.targets
-    if not isinstance(labels, Tensor):
-        return batch._replace(images=augmentation(images, None, batch.key)[0])
-    made, targets = augmentation(images, labels.to(device, non_blocking=True), batch.key)
-    assert targets is not None
-    return batch._replace(images=made, targets=targets)
 
 
 class TensorSet(BatchSet):
     """Some rows of uint8 images held in memory, on any device."""
+
+    augmentation: Augmentation
 
     def __init__(
         self,
@@ -279,18 +271,15 @@ class TensorSet(BatchSet):
             return Batch(images, self.targets[torch.from_numpy(rows)], Key(key.epoch, rows), [])
         return Batch(images, [self.targets[row] for row in rows], Key(key.epoch, rows), [])
 
-    def augment(self, batch: Batch, device: torch.device) -> Batch:
-        return augmented(self.augmentation, batch, device)
-
     def names(self, samples: NDArray[np.int64]) -> list[int]:
-        """Their places in the official set."""
+        """The positions of the samples in the official set."""
         return self.rows[samples].tolist()
 
 
 class TensorDataModule(ImageDataModule):
     """A data module whose sets fit in memory.
 
-    Only training batches use workers: there is nothing slow about evaluation.
+    Only training uses workers: evaluation has nothing slow to do.
 
     Args:
         crop: shift training images at random, by up to `padding` pixels in both directions.
@@ -338,7 +327,7 @@ class TensorDataModule(ImageDataModule):
         return self._loader(dataset, train=train, num_workers=self.num_workers if train else 0)
 
     def _move_sets(self, device: torch.device) -> None:
-        """Move the images to the device, once where training and validation share them."""
+        """Move the images to the device; training and validation share theirs, which are moved once."""
         moved: dict[int, Tensor] = {}
         for dataset in (self.train_set, self.val_set, self.test_set):
             if dataset is not None:
@@ -348,7 +337,7 @@ class TensorDataModule(ImageDataModule):
                 dataset.images = moved[id(images)]
 
     def predict_dataloader(self) -> Loader:
-        """The test set's images, named by their place in it."""
+        """The test set's images, named by their position."""
         test = self._ready(self.test_set, "predict")
         names = [f"test/{row:05d}" for row in range(len(test.images))]
         return self._loader(TensorSet(test.images, names, test.rows, test.augmentation))

@@ -1,4 +1,4 @@
-"""One image from a file that may be anything: decoded to RGB and cut to a square, or a ValueError that names the file."""
+"""An image file, decoded to RGB and cropped to a square; a ValueError names a file that cannot be read."""
 
 import math
 import warnings
@@ -34,9 +34,8 @@ def check_header(path: Path) -> None:
 def _opened(path: Path) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
-            warnings.simplefilter("ignore")  # about metadata; what matters comes as an error
-            # 89 million pixels, Pillow's limit
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore")  # about metadata; real problems are errors
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # above 89 million pixels
             with Image.open(file) as image:
                 yield image
         return
@@ -68,7 +67,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) -> Image.Image:
-    """The part that evaluation uses, as in timm's transform.
+    """The crop for evaluation, as in timm's transform.
 
     The shorter side is resized to `size / crop_pct` pixels, and the central `size` × `size` pixels are cut out.
     """
@@ -84,7 +83,7 @@ def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) ->
 
 
 def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
-    """A random part of 8 % to 100 % of the area, of aspect 3:4 to 4:3, cut where it does not fit; `noise` is `(4,)`."""
+    """A random box with 8 % to 100 % of the area and an aspect of 3:4 to 4:3, clipped to the image; `noise` is `(4,)`."""
     area = width * height * (MIN_AREA + (1 - MIN_AREA) * noise[0])
     aspect = MAX_ASPECT ** (2 * noise[1] - 1)
     w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
@@ -93,5 +92,5 @@ def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
 
 
 def resized(image: Image.Image, size: int, box: Box) -> Image.Image:
-    """That part of the image as a square of `size` pixels: crop and resize in one resampling."""
+    """The box of the image as a square of `size` pixels: crop and resize in one resampling."""
     return image.resize((size, size), Image.Resampling.BICUBIC, box=box)

@@ -1,9 +1,9 @@
 """A user's own images: a folder with one folder for each class, or images without labels.
 
-Images are decoded when their batch is made, by workers if there are any: at 224 pixels even a small set is
-too large to hold in memory.  The headers of all files are checked at the start, so that every bad file is
-known before training; a file that still cannot be decoded stops training and evaluation with its name.  With
-`skip_unreadable`, and in prediction, such files are left out, with a warning and a count.
+Images are decoded batch by batch, in workers if there are any: at 224 pixels even a small set does not fit in memory.
+The headers of all files are checked at the start, so that bad files are reported before training; a file that still
+cannot be decoded stops training or evaluation with an error that names it.  With `skip_unreadable`, and in prediction,
+such files are skipped, with a warning and a count.
 """
 
 import os
@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ortho_vit.data.augment import Augmentation
-from ortho_vit.data.datamodule import ImageDataModule, augmented, printable
+from ortho_vit.data.datamodule import ImageDataModule, printable
 from ortho_vit.data.decode import (
     CROP_PCT,
     SUFFIXES,
@@ -50,7 +50,7 @@ SHOWN = 5  # at most this many files or folders are named in a message
 
 @dataclass
 class Found:
-    """The files below a folder, sorted, and what was skipped: a reason for each entry."""
+    """The files below a folder, sorted, and the entries that were skipped, each with its reason."""
 
     paths: list[Path] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -64,8 +64,7 @@ def find_files(folder: Path) -> Found:
         reasons = {path: reason for path in entries if (reason := _why_skipped(path))}
         found.skipped += [f"{path}: {reason}" for path, reason in reasons.items()]
         found.paths += [path for path in entries if path not in reasons and path.is_file()]
-        # Where to go next
-        folders[:] = [path.name for path in entries if path not in reasons and path.is_dir()]
+        folders[:] = [path.name for path in entries if path not in reasons and path.is_dir()]  # to walk
     found.paths.sort()
     return found
 
@@ -123,13 +122,15 @@ def unreadable(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 class FileSet(BatchSet):
-    """Image files, decoded on demand to squares of uint8; batches lack the files that cannot be read.
+    """Image files, decoded on demand to squares of uint8; files that cannot be read are left out of their batch.
 
     Args:
         targets: labels, or names.
         crop: take random parts of the images, instead of the central square.
         grey: convert to one channel.
     """
+
+    augmentation: Augmentation
 
     def __init__(
         self,
@@ -182,11 +183,8 @@ class FileSet(BatchSet):
         pixels = np.array(image.convert("L") if self.grey else image)
         return torch.from_numpy(pixels).view(self.image_size, self.image_size, -1).permute(2, 0, 1)
 
-    def augment(self, batch: Batch, device: torch.device) -> Batch:
-        return augmented(self.augmentation, batch, device)
-
     def names(self, samples: NDArray[np.int64]) -> list[str]:
-        """Their files."""
+        """The files of the samples."""
         return [str(self.paths[sample]) for sample in samples]
 
 
@@ -200,19 +198,19 @@ class ImageFolder(ImageDataModule):
 
     Args:
         root: the folder.
-        image_size: side of the square the network sees.  Training takes a random part of the image (with
-            `crop`), resized to it; evaluation resizes the shorter side to `image_size / crop_pct` and takes
+        image_size: side of the square input of the network.  Training crops a random part of the image (with
+            `crop`) and resizes it; evaluation resizes the shorter side to `image_size / crop_pct` and takes
             the centre.
-        crop_pct: see `image_size`; the default is usual on ImageNet.
+        crop_pct: see `image_size`; the default is the usual one for ImageNet.
         predict_root: a folder of images for `predict`, with or without folders in it, or one image; without
             it the test images.  Predicted names are relative to it, and images left out are listed in
             `skipped`.
         skip_unreadable: train and evaluate without the files that are not images or are damaged, instead of
             stopping with a list of them.
-        class_names: what classes are called, by the names of their folders, where it is not the same:
-            `{red_apple: apple}`.  Weights trained on `apple` then take the images of `red_apple` for it.
+        class_names: class names that differ from the names of their folders, as in `{red_apple: apple}`:
+            weights trained on the class `apple` can then be used with the images in `red_apple`.
         mean, std: of the pixels in [0, 1], by which images are normalised; by default ImageNet's.
-        crop: random parts in training, of 8 % to 100 % of the area.
+        crop: random crops in training, of 8 % to 100 % of the area.
         flip: mirror half of the training images.
         num_workers: processes that decode, in training and evaluation alike.
         batch_size, kwargs: see `ImageDataModule`.
@@ -328,16 +326,16 @@ class ImageFolder(ImageDataModule):
             used = {path.name for path in self.parts.values()}
             ignored = [name for name in folders_in(self.root) if name not in used]
             texts += [f"ignored folders: {_some(ignored)}"] if ignored else []
-        return "; ".join(texts + self._said_skipped())
+        return "; ".join(texts + self._skipped_summary())
 
-    def _said_skipped(self) -> list[str]:
+    def _skipped_summary(self) -> list[str]:
         return [f"skipped {len(self.skipped):,}: {_some(self.skipped)}"] if self.skipped else []
 
     def describe(self) -> str:
         if self.predict_set is None or self.train_set is not None:
             return super().describe()
         found = f"{type(self).__name__}: {len(self.predict_set):,} images to predict in {self.predict_root}"
-        return printable("; ".join([found, *self._said_skipped()]))
+        return printable("; ".join([found, *self._skipped_summary()]))
 
     def _scan(self, folder: Path) -> tuple[list[Path], NDArray[np.int64]]:
         """All images below a folder of classes, sorted, and their labels."""
@@ -422,15 +420,11 @@ class ImageFolder(ImageDataModule):
             raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
         self.skipped, self._not_files = list(found.skipped), found.skipped
         self.predict_root = root = folder.parent if folder.is_file() else folder
-        self.predict_set = self._prediction_set(
-            found.paths, [str(path.relative_to(root)) for path in found.paths]
-        )
-
-    def _prediction_set(self, paths: list[Path], names: list[str]) -> FileSet:
-        rows = self._limited(np.arange(len(paths)), np.zeros(len(paths), np.int64))
-        return FileSet(
-            [paths[row] for row in rows],
-            [names[row] for row in rows],
+        rows = self._limited(np.arange(len(found.paths)), np.zeros(len(found.paths), np.int64))
+        paths = [found.paths[row] for row in rows]
+        self.predict_set = FileSet(
+            paths,
+            [str(path.relative_to(root)) for path in paths],
             self._augmentation(train=False),
             image_size=self.image_size,
             crop_pct=self.crop_pct,
@@ -488,15 +482,14 @@ class ImageFolder(ImageDataModule):
 
 
 class UnlabelledImages(ImageFolder):
-    """All images below a folder, or one image, cut and resized for a model that knows its classes already.
+    """All images below a folder, or one image, cropped and resized for a model that has its classes already.
 
     Args:
         folder: the folder, with or without folders in it, or one image.  Files that cannot be read are left
             out, with a warning and a count.
         classes: the names of the model's classes, in their order.
         image_size: side of the square the network sees.
-        mean, std: of the pixels in [0, 1], by which the model's were normalised: one number for grey, or
-            three.
+        mean, std: of the pixels in [0, 1], with which the model was trained: one number for grey, or three.
         crop_pct: the shorter side is resized to `image_size / crop_pct`, and the centre is taken.
         share: the old name of `crop_pct`.
         batch_size, num_workers: see `ImageDataModule`.

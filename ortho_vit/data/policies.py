@@ -1,17 +1,17 @@
 """AutoAugment, RandAugment and TrivialAugment for whole batches, through torchvision's kernels.
 
-A policy draws for each image one or two choices, operations with their magnitudes.  The images of a batch
-that need the same kernel go through it in one call, and most kernels serve all magnitudes at once:
+A policy draws one or two choices for each image; a choice is an operation with its magnitude.  The images of a batch
+that need the same kernel go through it in one call, and most kernels handle all magnitudes at once:
 
 * Shear, translation and rotation with nearest interpolation only move pixels.  torchvision's kernel is
   applied to an image of pixel numbers, which gives a map; one gather then moves the pixels of all images.
 * Brightness, posterize, solarize and invert map each level to a level.  torchvision's kernel is applied to
   the 256 levels, which gives a table.
-* Sharpness and colour blend each level with that of a second image, blurred or gray, which torchvision's
-  kernel gives at strength 0.  Applied to an image that has all pairs of levels, it gives a table of pairs.
+* Sharpness and colour blend each level with that of a second image, blurred or gray, which is torchvision's
+  kernel at strength 0.  The kernel applied to an image with all pairs of levels gives a table of pairs.
 
-Contrast is called for each magnitude, autocontrast and equalize have none.  Either way each image has the
-bits that torchvision gives it alone.
+Contrast is called once per magnitude; autocontrast and equalize have none.  In every case an image gets the same bits as
+from torchvision's transform of that image alone.
 """
 
 import math
@@ -142,9 +142,8 @@ class Single:
 def all_blends(operation: str) -> Tensor:
     """An image that has every level beside every level of the second image that it can be blended with."""
     first, second = (x.flatten() for x in torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
-    if (
-        operation == "Color"
-    ):  # a level more of red and green changes gray by less than 1, so every gray occurs
+    if operation == "Color":
+        # One level more of red and green changes gray by less than 1, so every gray occurs.
         return torch.stack([second, second, first]).view(3, 256, 256).to(torch.uint8)
     # Blurred is (5 · centre + sum of the 8 neighbours) / 13: patches of 3×3 pixels, side by side.
     total = (13 * second - 5 * first).clamp(0, 8 * 255)
@@ -159,12 +158,10 @@ def _look_up(tables: Tensor, which: Tensor, places: Tensor) -> Tensor:
     return tables.flatten().index_select(0, places.flatten()).view_as(places)
 
 
-AT_ONCE = (
-    2**18
-)  # pixels × channels in one call on a CPU: larger temporaries leave the cache, which costs twice the time
+# Pixels × channels in one call on a CPU: larger temporaries leave the cache, which takes twice the time
+AT_ONCE = 2**18
 
-
-KINDS: dict[str, type[Single | MapLevels | Move | Blend]] = {  # in the order in which they take turns
+KINDS: dict[str, type[Single | MapLevels | Move | Blend]] = {  # in the order in which they are applied
     "Identity": Single, "Equalize": Single, "Level": MapLevels, "Move": Move, "Color": Blend, "Contrast": Single,
     "Sharpness": Blend, "AutoContrast": Single,
 }  # fmt: skip
@@ -177,7 +174,7 @@ def _kind(choice: Choice) -> str:
 
 
 class Operations:
-    """All choices of a policy for images of one size, in groups that need one call each."""
+    """All choices of a policy for images of one size, in groups that are applied by one call each."""
 
     def __init__(self, choices: Iterable[Choice], size: tuple[int, int], device: torch.device) -> None:
         order = {kind: i for i, kind in enumerate(KINDS)}
@@ -220,11 +217,11 @@ class Operations:
         return pool.index_select(0, ends)
 
     def _turns(self, chosen: Integers) -> Integers:
-        """When each choice is applied: the groups take turns, all of them once and then all of them again.
+        """When each choice is applied: round + group, where every round goes through all groups in order.
 
-        An image's second choice has its turn in the same round as the first if its group comes later, so
-        that there are few calls with many images each.  AutoAugment's pairs need a second round least often
-        in the order of `KINDS`.
+        An image's second choice is applied in the same round as its first if its group comes later.  This gives few
+        calls with many images each; the order of `KINDS` is the one in which AutoAugment's pairs need a second round
+        least often.
         """
         group = self._group[chosen]
         turns, rounds = group.copy(), np.zeros(len(group), np.int64)
@@ -280,7 +277,7 @@ class Chosen(NamedTuple):
 class Policy:
     """Random operations, one or two after another, as torchvision's class of the same name draws them.
 
-    A subclass has alternatives, which are operations with their levels, and chooses among them.
+    A subclass lists its alternatives, each an operation with a level, and chooses among them.
     """
 
     columns: int  # of random numbers for each image
@@ -297,7 +294,7 @@ class Policy:
         raise NotImplementedError
 
     def operations(self, height: int, width: int, device: torch.device) -> tuple[Operations, Integers]:
-        """What applies the choices to images of a size, and the number of each alternative with either sign."""
+        """The operations for images of a size, and the numbers there of each alternative: negative, positive."""
         key = height, width, device
         if key not in self._operations:
             pairs = [self._signed(*alternative, height, width) for alternative in self.alternatives()]
@@ -311,18 +308,15 @@ class Policy:
             return Choice(operation), Choice(operation)
         side = width if operation == "TranslateX" else height
         magnitude = self.space.magnitude(operation, level, self.bins, side)
-        return Choice(operation, -magnitude if operation in SIGNED else magnitude), Choice(
-            operation, magnitude
-        )
+        negative = -magnitude if operation in SIGNED else magnitude
+        return Choice(operation, negative), Choice(operation, magnitude)
 
     def __call__(self, images: Tensor, noise: Noise) -> Tensor:
         """Augment uint8 images; `noise` is `(B, columns)`."""
         height, width = images.shape[-2:]
         operations, numbers = self.operations(height, width, images.device)
-        chosen = self.choose(noise)
-        return operations(
-            images, np.where(chosen.applied, numbers[chosen.alternative, chosen.positive * 1], 0)
-        )
+        alternative, positive, applied = self.choose(noise)
+        return operations(images, np.where(applied, numbers[alternative, positive * 1], 0))
 
 
 class AutoAugment(Policy):

@@ -1,9 +1,9 @@
 """Random numbers without a generator: each is a pure function of where it is used.
 
-A generator's numbers depend on who drew before, and so on the number of workers, on the number of ranks and
-on whether the run was interrupted.  Here a number is the hash of its address `(seed, stream, epoch, sample,
-column)`; whoever needs it computes it, in any order, in any process, and gets the same one.  The hash is
-SplitMix64 (Steele, Lea and Flood, 2014), computed for all samples of a batch at once.
+The numbers of a generator depend on all earlier draws, and so on the number of workers and ranks and on whether the run
+was interrupted.  Here a number is the hash of its address `(seed, stream, epoch, sample, column)`: any process can
+compute it, in any order, and gets the same value.  The hash is SplitMix64 (Steele, Lea and Flood, 2014), computed for all
+samples of a batch at once.
 """
 
 import zlib

@@ -1,16 +1,14 @@
 """A loader whose batches depend on (seed, epoch, number) alone, and which can start anywhere in an epoch.
 
-A run that was killed and resumed must see the batches it would have seen.  `EpochSampler` therefore computes
-the order of an epoch from the seed and the epoch, data sets compute augmentation from the seed, the epoch and
-the sample (see `rng`), and `Loader` begins an epoch at whatever batch it is told, without making those before
-it.
+A run that was killed and resumed must see the batches it would have seen without the interruption.  `EpochSampler`
+therefore computes the order of an epoch from the seed and the epoch, data sets compute augmentation from the seed, the
+epoch and the sample (see `rng`), and `Loader` can start an epoch at any batch without computing the earlier ones.
 
-Under a Lightning trainer nothing has to be done for it.  Lightning restores its own count of finished
-batches, continues `batch_idx` from there, but iterates a plain DataLoader from its beginning; and it calls
-`iter()` before it tells the sampler the epoch.  `Loader.__iter__` is a generator, so that nothing is decided
-before the first batch is asked for; by then both the epoch and the count are right, and the loader starts at
-the count.  Reading the trainer's count, rather than storing one of its own, stays exact for a checkpoint
-written in the middle of a step, whose batch was handed out but not learned from.
+A Lightning trainer needs no extra code for it.  On resuming, Lightning restores its count of finished batches and
+continues `batch_idx` from there, but it iterates a plain DataLoader from the beginning, and it calls `iter()` before it
+tells the sampler the epoch.  `Loader.__iter__` is a generator, so nothing is decided before the first batch is requested;
+by then epoch and count are both right, and the loader starts at the count.  The count is the trainer's and not one of the
+loader's own, because a checkpoint may be written in the middle of a step: its batch was handed out but not trained on.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,10 +33,10 @@ class Key(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images with their labels or names; uint8 as a data set gives them, normalised once they are augmented.
+    """Images with their labels or names: uint8 from the data set, normalised float32 after augmentation.
 
-    What went wrong travels with the batch, to be handled in the main process: an exception that leaves a
-    worker arrives wrapped in a page of traceback.
+    `failures` are messages about files that could not be read.  They travel with the batch and are handled in the main
+    process, because an exception raised in a worker arrives wrapped in a page of traceback.
     """
 
     images: Tensor
@@ -48,14 +46,15 @@ class Batch(NamedTuple):
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory, for `DataLoader`; resident images are on the device already and stay there."""
-        images, targets = (
-            x.pin_memory() if isinstance(x, Tensor) and x.is_cpu else x for x in (self.images, self.targets)
-        )
+        images = self.images.pin_memory() if self.images.is_cpu else self.images
+        targets = self.targets.pin_memory() if isinstance(self.targets, Tensor) else self.targets
         return self._replace(images=images, targets=targets)
 
 
 class BatchSet(Dataset[Batch]):
-    """A data set that is indexed by `Key`, and whose batches `augment` makes ready for a network."""
+    """A data set that is indexed by `Key`, and whose batches `augment` prepares for a network."""
+
+    augmentation: Callable[[Tensor, Tensor | None, Key], tuple[Tensor, Tensor | None]]
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -64,19 +63,23 @@ class BatchSet(Dataset[Batch]):
         raise NotImplementedError
 
     def augment(self, batch: Batch, device: torch.device) -> Batch:
-        raise NotImplementedError
+        """The batch on a device, augmented there."""
+        targets = batch.targets  # labels, or in prediction names
+        labels = targets.to(device, non_blocking=True) if isinstance(targets, Tensor) else None
+        images, labels = self.augmentation(batch.images.to(device, non_blocking=True), labels, batch.key)
+        return batch._replace(images=images, targets=targets if labels is None else labels)
 
     def names(self, samples: NDArray[np.int64]) -> list[Any]:
-        """What a message calls these samples."""
+        """How messages refer to these samples."""
         return samples.tolist()
 
 
 class EpochSampler(Sampler[Key]):
     """The batches of one rank in one epoch, as keys, from batch number `start` on.
 
-    Shuffled (training), all ranks have the same number of samples: the remainder of an equal division, fewer
-    than `world_size` samples and different ones in each epoch, is not used.  In order (evaluation), every
-    sample is used exactly once, and the shares are cut so that all ranks still have the same number of batches.
+    With `shuffle` (training) all ranks get the same number of samples; the remainder, fewer than `world_size` samples
+    and different ones in each epoch, is not used.  Without it (evaluation) every sample is used exactly once, and the
+    shares are split so that all ranks still have the same number of batches.
     """
 
     def __init__(
@@ -122,18 +125,18 @@ def _images_and_targets(batch: Batch) -> tuple[Tensor, Tensor | list[str]]:
 
 
 class Loader:
-    """Batches of a `BatchSet`, read here or in workers, and augmented where they are used.
+    """Batches of a `BatchSet`, read in this process or in workers, and augmented on the device that uses them.
 
-    For the CPU, workers augment what they have read; for another device, workers read uint8 images, which are
-    moved to it and augmented there.  The batches are the same, to the bit on a CPU.
+    For the CPU, workers read and augment.  For another device, workers read uint8 images, which are moved to the device
+    and augmented there.  Both give the same batches, to the bit on a CPU.
 
-    It owns a DataLoader instead of being one: Lightning takes DataLoaders apart, to inject samplers that know
-    nothing of keys.
+    It holds a DataLoader instead of being one: Lightning rebuilds DataLoaders with samplers of its own, which would not
+    produce keys.
 
     Args:
-        device: where the batches are made.
-        position: returns, when the first batch of an epoch is asked for, how many batches to skip.
-        receive: makes of each batch, in the main process, what is handed out; None drops the batch.
+        device: where batches are augmented.
+        position: called when the first batch of an epoch is requested; returns how many batches to skip.
+        receive: converts each batch, in the main process, to what the loader yields; None drops the batch.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class Loader:
         self._position = position
         self._receive = receive
         device = torch.device(device)
-        self._augment: Callable[[Any], Batch] = partial(dataset.augment, device=device)
+        self._augment = partial(dataset.augment, device=device)
         self._in_workers = device.type == "cpu"
         self._dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
@@ -161,7 +164,7 @@ class Loader:
             num_workers=num_workers,
             collate_fn=self._augment if self._in_workers else _unchanged,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # its own, as making an iterator draws a number; not the global one
+            generator=torch.Generator(),  # an iterator draws a seed; not from the global generator
         )
 
     def __len__(self) -> int:
@@ -175,16 +178,16 @@ class Loader:
                 received = self._receive(batch if self._in_workers else self._augment(batch))
                 if received is not None:
                     yield received
-        finally:  # left to the garbage collector, workers of an unfinished epoch take ten seconds to end
+        finally:  # the garbage collector would need ten seconds to end the workers of an unfinished epoch
             if isinstance(iterator, _MultiProcessingDataLoaderIter):
                 iterator._shutdown_workers()
 
     def samples(self, epoch: int, batch: int) -> list[Any]:
-        """What batch number `batch` of an epoch is made of, as the data set calls it."""
+        """The names of the samples in batch number `batch` of an epoch."""
         return self._dataset.names(self.sampler.batches(epoch)[batch])
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the position is the trainer's.  Lightning regards a loader with this method as resumable."""
+        """Empty, as the trainer keeps the position.  Lightning regards a loader with this method as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
