@@ -1,10 +1,10 @@
-"""What a trained network looks at, and how orthogonal its heads are: two figures from weights of the zoo.
+"""What a trained network attends to, and how orthogonal its heads are: two figures from weights of the zoo.
 
-    python -m ortho_vit.experiments.attention [--weights NAME] [--free NAME] [--picture CLASS|FILE] [--output DIR]
+    python -m ortho_vit.experiments.attention [--weights NAME] [--free NAME] [--image CLASS|FILE] [--output DIR]
 
-attention.png has the attention of the class token in the last block, head by head, and over all blocks (rollout, Abnar
-& Zuidema 2020).  gram.png has W Wᵀ of the queries of one block, of weights that were trained free and of those that were
-trained orthonormal.  Pictures come from a file or from the card of the weights: nothing is downloaded.
+attention.png shows the attention of the class token in the last block, head by head, and over all blocks (rollout, Abnar
+& Zuidema 2020).  gram.png shows W Wᵀ of the queries of one block, for weights trained without a constraint and for
+weights trained orthonormal.  The image comes from a file or from the card of the weights: nothing is downloaded.
 """
 
 import argparse
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 WEIGHTS, FREE = "ortho_vit_nano.cifar10_within_stiefel_sgd", "ortho_vit_nano.cifar10_none_adamw"
 
 
-# ---- the picture and where the network looks ---------------------------------------------------------------------
+# ---- an image and where the network looks ----------------------------------------------------------------------
 
 
-def picture_of(card: Card, which: str | None) -> Tensor:
-    """Pixels (channels, height, width): of a file, of the card's picture of a class, or of its first one."""
+def image_of(card: Card, which: str | None) -> Tensor:
+    """Pixels (channels, height, width) of a file, of the card's image of a class, or of its first image."""
     if which is not None and Path(which).suffix.lower() in SUFFIXES:
         image = central_square(decode(Path(which)), card.golden.shape[-1], crop_pct=1.0)
         pixels = np.asarray(image.convert("L") if card.golden.shape[1] == 1 else image)
@@ -46,14 +46,14 @@ def picture_of(card: Card, which: str | None) -> Tensor:
         raise ValueError(f"the card of {card.name} has synthetic images only; give the file of an image")
     if which is not None and which not in names:
         raise ValueError(
-            f"no picture of {which!r} on the card of {card.name}; give a file or one of {', '.join(names)}"
+            f"no image of {which!r} on the card of {card.name}; give a file or one of {', '.join(names)}"
         )
     return card.golden.images()[names.index(which) if which else 0]
 
 
 @torch.no_grad()
 def attend(model: nn.Module, image: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Class probabilities of one picture, and the attention (heads, tokens, tokens) of every block."""
+    """Class probabilities of one image, and the attention (heads, tokens, tokens) of every block."""
     with recorded_attention(model) as record:
         logits = model.eval()(image)
     return logits[0].softmax(-1), [attention[0] for attention in record]
@@ -96,15 +96,14 @@ def heads_of(model: nn.Module, block: int, part: str) -> Tensor:
 
 
 def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
-    """For each block, how far its heads are from orthonormal rows, whatever their scale."""
+    """For each block, how far its heads are from multiples of orthonormal rows."""
     rows = []
     for block in range(len(find_attention(model))):
         row: dict[str, Any] = {"weights": label, "block": block + 1}
         for part in "qk":
             singular = torch.linalg.svdvals(heads_of(model, block, part).double())  # (heads, d_k)
-            row[f"condition of W^{part.upper()}, worst head"] = (
-                (singular[:, 0] / singular[:, -1]).max().item()
-            )
+            condition = singular[:, 0] / singular[:, -1]
+            row[f"condition of W^{part.upper()}, worst head"] = condition.max().item()
         rows.append(row)
     return rows
 
@@ -127,14 +126,14 @@ def plot_gram(models: dict[str, nn.Module], block: int) -> "Figure":
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--weights", default=WEIGHTS, help="trained orthonormal")
+    parser.add_argument("--weights", default=WEIGHTS, help=f"trained orthonormal (default {WEIGHTS})")
     parser.add_argument(
-        "--free", help=f"of the same architecture, trained free (default {FREE}, if it is there)"
+        "--free", help=f"same architecture, trained without a constraint (default {FREE}, if present)"
     )
-    parser.add_argument("--picture", metavar="CLASS|FILE", help="a class on the card, or a file")
     parser.add_argument(
-        "--block", type=int, default=1, help="whose Gram matrices are drawn, from 1 (default)"
+        "--image", "--picture", metavar="CLASS|FILE", help="a class on the card, or the file of an image"
     )
+    parser.add_argument("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder (default results/)")
     options = parse(parser, arguments)
     ours = find_checkpoint(options.weights)
@@ -147,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     depth = len(find_attention(model))
     if not 1 <= options.block <= depth:
         raise ValueError(f"block must be in [1, {depth}], got {options.block}")
-    pixels = picture_of(ours.card, options.picture)
+    pixels = image_of(ours.card, options.image)
     save_figure(plot_attention(ours.card, model, pixels), options.output / "attention.png")
     save_figure(plot_gram(models, options.block - 1), options.output / "gram.png")
     table = [row for label, each in models.items() for row in measure(label, each)]

@@ -2,13 +2,13 @@
 
     max tr(XᵀAX N)  over St(n, m),    A = (Ξ + Ξᵀ) / (2√n),  Ξ standard normal
 
-N = I is the paper's problem; its optimum is the sum of the m largest eigenvalues.  There XᵀG is symmetric, so
-the rotation part Z of the momentum is zero for ever and metric, matrix exponential and the coefficient of U·Z
-cannot matter.  N = diag(m, …, 1)/m is Brockett's cost, where they do; its optimum is Σ Nᵢ λᵢ.
+N = I is the paper's problem; its optimum is the sum of the m largest eigenvalues.  There XᵀG is symmetric, so the rotation
+part Z of the momentum stays zero, and the metric, the matrix exponential and the coefficient of U·Z make no difference.
+N = diag(m, …, 1)/m is Brockett's cost, where they do; its optimum is Σ Nᵢ λᵢ.
 
-    python -m ortho_vit.experiments.eigenvalues fig-convergence | fig-metrics | fig-manifold | fig-retraction
-                                                | fig-learning-rate | fig-time | all   [--quick] [--seed 0]
-                                                [--output DIR]
+    python -m ortho_vit.experiments.eigenvalues FIGURE [--quick] [--seed 0] [--output DIR]
+
+FIGURE is fig-convergence, fig-metrics, fig-manifold, fig-retraction, fig-learning-rate, fig-time or all.
 """
 
 import argparse
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Factory = Callable[[list[StiefelParameter]], Optimizer]
+Factory = Callable[..., Optimizer]  # of a list of parameters
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
@@ -104,9 +104,7 @@ def maximize(
     stop_below: float = 0.0,
     deviations: bool = True,
 ) -> Run:
-    """Ascend from the problem's start for `iterations`, to an error, or to the first number that is not
-    finite.
-    """
+    """Ascend from the problem's start until `iterations`, an error below `stop_below`, or a number that is not finite."""
     parameter = StiefelParameter(problem.start.to(dtype, copy=True))
     optimizer = factory([parameter])
     run = Run([], [])
@@ -198,9 +196,7 @@ def plot_convergence(result: Result) -> "Figure":
 
 
 def metrics(*, seed: int = 0, quick: bool = False) -> Result:
-    """metric × expm × integrator for StiefelSGD and StiefelAdam, on the eigenvalue problem and on Brockett's
-    cost.
-    """
+    """metric × expm × integrator for StiefelSGD and StiefelAdam, on eigenvalues and on Brockett's cost."""
     sizes = {"eigenvalues": (40, 3, 10), "brockett": (20, 3, 10)}
     if not quick:
         sizes = {"eigenvalues": (500, 10, 1500), "brockett": (60, 6, 1500)}
@@ -226,7 +222,7 @@ def metrics(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def plot_metrics(result: Result) -> "Figure":
-    """Curves that coincide show the marker of each: there are six in every panel."""
+    """Six curves per panel; where they coincide, each shows its own marker."""
     figure, axes = new_figure(2, 2, 6.4, sharex=True)
     colours = {"canonical": style.BLUE, "euclidean": style.VERMILION}
     exponentials = ("euler", "cayley", "exact")
@@ -351,28 +347,16 @@ def plot_retraction(result: Result) -> "Figure":
 
 # ---- figure 5: the learning rate ----------------------------------------------------------------------
 
-RATED: dict[str, Callable[..., Optimizer]] = {
-    "StiefelSGD": partial(StiefelSGD, momentum=0.9),
-    "StiefelSGD, as printed": partial(StiefelSGD, momentum=0.9, integrator="paper"),
-    "StiefelAdam": StiefelAdam,
-    "StiefelAdam, as printed": partial(StiefelAdam, integrator="paper"),
-    "ProjectedStiefelSGD": partial(ProjectedStiefelSGD, momentum=0.9),
-    "ProjectedStiefelSGD, μ = 0": partial(ProjectedStiefelSGD, momentum=0.0),
-    "MomentumlessStiefelSGD": MomentumlessStiefelSGD,
-}
-
 
 def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
-    """Iterations to an error of 1e-6 against the learning rate, median of three seeds; where it overflows
-    instead.
-    """
+    """Iterations to an error of 1e-6 against the learning rate, median of three seeds; where it overflows instead."""
     n, m, iterations, seeds = (40, 3, 40, 1) if quick else (200, 10, 1000, 3)
     grid = [0.05, 0.5] if quick else [float(f"{10 ** (i / 4 - 3):.3g}") for i in range(17)]
     chosen = list(range(seed, seed + seeds))
     result = Result("learning-rate", {"n": n, "m": m, "iterations": iterations, "seeds": chosen})
     problems = [Problem.random(n, m, seed=s) for s in chosen]
-    progress = Progress(len(RATED))
-    for method, make in RATED.items():
+    progress = Progress(len(METHODS))
+    for method, make in METHODS.items():
         curve: dict[str, list[float]] = {"lr": [], "iterations": [], "reached": [], "overflowed": []}
         with progress.part(f"learning rate: {method}"):
             for lr in grid:
@@ -435,7 +419,7 @@ def plot_learning_rate(result: Result) -> "Figure":
     return figure
 
 
-# ---- figure 6: time an iteration --------------------------------------------------------------------------
+# ---- figure 6: time per iteration ------------------------------------------------------------------------
 
 
 def step_time(*, seed: int = 0, quick: bool = False) -> Result:
@@ -459,11 +443,12 @@ def step_time(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def time_steps(n: int, m: int, rounds: int, seed: int) -> dict[str, float]:
-    """Milliseconds a step of every method, in turn, as they maximise tr(XᵀDX) with D diagonal; only the steps
-    are timed.
+    """Median milliseconds per step of every method, in turn, as they maximise tr(XᵀDX) with D diagonal.
+
+    Only the steps are timed.
     """
     start = random_stiefel(n, m, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    # Where A has its eigenvalues
+    # In the range of A's eigenvalues
     D = torch.linspace(-math.sqrt(2), math.sqrt(2), n, dtype=torch.float64).unsqueeze(1)
     parameters = {method: StiefelParameter(start.clone()) for method in METHODS}
     optimizers = {method: factory([parameters[method]]) for method, factory in METHODS.items()}
@@ -503,7 +488,7 @@ FIGURES: dict[str, tuple[Callable[..., Result], Callable[[Result], "Figure"]]] =
 
 
 def _floor(values: Sequence[float]) -> list[float]:
-    """A logarithmic axis has no zero: what is below rounding is drawn at 1e-15."""
+    """The values for a logarithmic axis, which has no zero: those below rounding are drawn at 1e-15."""
     return [max(value, 1e-15) for value in values]
 
 

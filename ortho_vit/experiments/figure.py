@@ -22,7 +22,7 @@ MARKERS = "osD^vP*X"
 def new_figure(
     rows: int, columns: int, height: float, *, width: float = WIDTH, **kwargs: Any
 ) -> tuple["Figure", Any]:
-    """A figure that belongs to no window, and its axes with a faint grid."""
+    """A figure without a window, and its axes with a faint grid."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -35,7 +35,7 @@ def new_figure(
 
 
 def staggered(number: int, count: int) -> dict[str, Any]:
-    """A marker for one of `count` curves that may coincide: each shows its own in the gaps between those of the others."""
+    """The marker of one of `count` curves that may coincide, placed between the markers of the others."""
     return {"marker": MARKERS[number], "ms": 4.5, "markevery": (0.3 * number / count, 0.3)}
 
 

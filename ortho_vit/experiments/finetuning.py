@@ -3,9 +3,9 @@
     python -m ortho_vit.experiments.finetuning [--weights NAME] [--data mnist --root DIR] [--quick] [--output DIR]
 
 Digits are scikit-learn's, 8×8 and enlarged to the 32×32 that the network was trained on; MNIST's are enlarged from 28×28.
-Every way of training sees the same images in the same order, and has the learning rate that is best for it on
-training images held out.  From scratch the network also gets three times the steps, and both ways are tried at the
-digits' own 8×8, which is easier from scratch.
+All ways of training see the same images in the same order; each uses the learning rate that is best for it on held-out
+training images.  From scratch the network also gets three times the steps, and on the digits both ways are also tried at
+the original 8×8, which is easier from scratch.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ortho_vit.data import Digits
 from ortho_vit.data.rng import hold_out
 from ortho_vit.experiments import figure as style
+from ortho_vit.experiments import result as results
 from ortho_vit.experiments.figure import legend_below, new_figure
 from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
 from ortho_vit.experiments.transport import read_mnist
@@ -71,7 +72,7 @@ def digits_task() -> Task:
 
 
 def mnist_task(root: Path) -> Task:
-    """With 1,000 of the test images, which is as many as the differences need."""
+    """With 1,000 of the test images, which are enough for the differences here."""
     train, (images, labels) = (read_mnist(root, train=part) for part in (True, False))
     rows = hold_out(labels.numpy(), 1000, 0)[0]
     return Task.of(train, (images[rows], labels[rows]))
@@ -79,7 +80,7 @@ def mnist_task(root: Path) -> Task:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to come to a classifier: from which weights, at which size of image, in how many steps."""
+    """A way to train a classifier: from which weights, at which image size, in how many steps."""
 
     label: str
     build: Callable[[], nn.Module]
@@ -195,9 +196,8 @@ def _mean_and_deviation(values: list[float]) -> str:
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
-    lines = [list(table[0]), ["---"] * len(table[0])]
-    lines += [["–" if value is None else str(value) for value in each.values()] for each in table]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    cells = [["–" if value is None else str(value) for value in each.values()] for each in table]
+    return results.markdown([list(table[0]), *cells])
 
 
 def plot(result: Result) -> "Figure":

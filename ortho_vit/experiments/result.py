@@ -25,7 +25,7 @@ from ortho_vit.experiments.figure import save_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_POINTS = 120  # of a curve that are kept: more are not visible
+_POINTS = 120  # that are kept of a curve; more would not be visible
 
 
 def versions() -> dict[str, str]:
@@ -41,9 +41,7 @@ def versions() -> dict[str, str]:
 
 @dataclass
 class Result:
-    """`series` maps a curve's label to its columns (lists of one length); `table` has a row (a dict) a
-    method.
-    """
+    """`series` maps a curve's label to its columns (lists of one length); `table` has one row (a dict) per method."""
 
     name: str
     settings: dict[str, Any]
@@ -74,7 +72,7 @@ class Result:
                         writer.writerow([label, *(f"{number:.6g}" for number in numbers)])
 
     def print_table(self) -> None:
-        """The table as text, one line a row."""
+        """Print the table as text, one line per row."""
         if not self.table:
             return
         cells = [list(self.table[0])] + [[_show(value) for value in row.values()] for row in self.table]
@@ -106,6 +104,12 @@ def _show(value: Any) -> str:
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first line is its header."""
+    head, *body = lines
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
+
+
 def load(folder: Path, name: str) -> Result:
     """What `Result.save` wrote."""
     path = folder / f"{name}.json"
@@ -127,9 +131,9 @@ def load(folder: Path, name: str) -> Result:
 
 
 class Progress:
-    """Says on standard error which part of an experiment runs, how long it took, and how long the others will take.
+    """Reports on standard error which part of an experiment runs, how long it took, and how long the rest will take.
 
-    On a terminal the part that runs has the last line; in a log each part gets one line when it is done.
+    On a terminal the last line shows the current part; in a log each part is one line, written when it is done.
 
     Args:
         total: the sum of the shares of all parts.
@@ -140,7 +144,7 @@ class Progress:
 
     @contextmanager
     def part(self, label: str, share: float = 1.0) -> Iterator[None]:
-        """Run one part, whose time is about proportional to its share."""
+        """A context for one part, whose time is about proportional to its share."""
         live = sys.stderr.isatty()
         if live:
             print(f"{label} …{self._rest()}", end="", file=sys.stderr, flush=True)
@@ -171,7 +175,7 @@ def produce(
     experiment: Callable[[], Result],
     plot: Callable[[Result], "Figure"],
 ) -> Result:
-    """The result of an experiment, saved with its figure; with --redraw that of an earlier run, with a new figure."""
+    """The result of an experiment, saved with its figure; with --redraw an earlier result, with a new figure."""
     if options.redraw:
         result = load(options.output, name)
     else:
@@ -192,19 +196,19 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--redraw",
         action="store_true",
-        help="run nothing: draw the figures of the results in the folder again",
+        help="run nothing; draw the figures from the results in the folder",
     )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with the output folder made: better before the run than after it."""
+    """The options.  Creates the output folder, so that a bad path fails before the experiment and not after it."""
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     return options
 
 
 def run_command(main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> int:
-    """Run a command; what the user got wrong is one line on standard error and exit code 1."""
+    """Run a command and return its exit code; an error of the user is one line on standard error and exit code 1."""
     try:
         main(arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:

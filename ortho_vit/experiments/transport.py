@@ -5,8 +5,8 @@
     python -m ortho_vit.experiments.transport shakespeare --texts DIR    word2vec of the plays in DIR/*.txt; needs gensim
     python -m ortho_vit.experiments.transport hypercube                  Lin et al.'s fragmented hypercube, of known answer
 
-The paper compares the methods at one learning rate each.  Here each also runs at multiples of it, so that what is
-compared is the method and not the luck of its tuning.
+The paper compares the methods at one learning rate each.  Here each also runs at multiples of it, so that methods are
+compared and not how well each was tuned.
 """
 
 import argparse
@@ -116,8 +116,7 @@ def compare(
 ) -> Result:
     """The mean value over all pairs after every step, for every method at multiples of its learning rate.
 
-    The multiple that did best runs again for six times as long: is what separates the methods their speed, or
-    where they end?
+    The best multiple also runs six times as long, which shows whether methods differ in speed or in where they end.
     """
     clouds = corpus.pairs()
     count, points, d = clouds[0].shape
@@ -186,9 +185,7 @@ def plot_compare(result: Result) -> "Figure":
 
 
 class DigitNet(nn.Module):
-    """Two convolutions and a hidden layer of 128 units.  Its inputs before the ReLU are the features: none is
-    dead.
-    """
+    """Two convolutions and a hidden layer of 128 units, whose values before the ReLU are the features: none is dead."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -223,9 +220,7 @@ def train_features(images: Tensor, labels: Tensor, *, epochs: int, seed: int) ->
 
 @torch.no_grad()
 def digit_clouds(net: DigitNet, images: Tensor, labels: Tensor, size: int) -> tuple[Corpus, float]:
-    """The features of up to `size` images a digit, uniform weights; and the network's accuracy on these
-    images.
-    """
+    """The features of up to `size` images per digit, with uniform weights; and the network's accuracy on all images."""
     features = torch.cat([net.features(part) for part in images.split(500)])
     accuracy = (net.head(features).argmax(1) == labels).float().mean().item()
     clouds = {}
@@ -250,7 +245,7 @@ def digits(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def mnist(root: Path, *, seed: int = 0, quick: bool = False) -> Result:
-    """The CNN trained on 20,000 of MNIST's training images, transport between 200 test images a digit."""
+    """The CNN trained on 20,000 of MNIST's training images, transport between 200 test images per digit."""
     images, labels = read_mnist(root, train=True)
     test_images, test_labels = read_mnist(root, train=False)
     few = 500 if quick else 20_000
@@ -309,9 +304,7 @@ def read_texts(folder: Path) -> dict[str, list[list[str]]]:
 def word_clouds(
     texts: dict[str, list[list[str]]], *, dimension: int, words: int, epochs: int, seed: int
 ) -> Corpus:
-    """Each text's most frequent words as word2vec vectors (skip-gram, trained on all texts), weighted by
-    frequency.
-    """
+    """Each text's most frequent words, weighted by frequency, as word2vec vectors (skip-gram, trained on all texts)."""
     try:
         from gensim.models import Word2Vec
     except ModuleNotFoundError:
@@ -356,12 +349,10 @@ CUBE: Methods = {
 def fragmented_hypercube(
     n: int, d: int, k: int, *, seeds: Sequence[int], paired: bool
 ) -> tuple[Tensor, Tensor]:
-    """x uniform on [−1, 1]ᵈ and y = T(x'),  T(x) = x + 2 sign(x) on the first k coordinates: a batch, one
-    pair a seed.
+    """x uniform on [−1, 1]ᵈ and y = T(x'),  T(x) = x + 2 sign(x) on the first k coordinates; one pair (x, y) per seed.
 
-    T is the gradient of a convex function, so it is the optimal map and W² = 4k, all of it in the first k
-    coordinates.  Where x' = x (`paired`) this holds of the samples themselves, and 4k is their exact
-    projection-robust value.
+    T is the gradient of a convex function, so it is the optimal map and W² = 4k, all of it in the first k coordinates.
+    Where x' = x (`paired`) this is true for the samples themselves, and 4k is their exact projection-robust value.
     """
     x, y = torch.empty(2, len(seeds), n, d, dtype=torch.float64)
     for i, seed in enumerate(seeds):
@@ -373,9 +364,7 @@ def fragmented_hypercube(
 
 
 def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
-    """Value against its exact 4k and the subspace found against the true one, by method and by number of
-    points.
-    """
+    """The value against the exact 4k, and the subspace found against the true one, by method and number of points."""
     d, k, repeats, sizes = (8, 2, 2, (10, 20)) if quick else (30, 2, 10, (25, 50, 100, 250))
     seeds = range(seed, seed + repeats)
     options: dict[str, Any] = {"k": k, "reg": 0.05, "iterations": 5 if quick else 500, "tolerance": 1e-4}
@@ -384,27 +373,21 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
     start = random_stiefel(d, k, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     truth = torch.diag((torch.arange(d) < k).double())
     progress = Progress(2 * len(CUBE) * sum(n * n for n in sizes))
-    for paired in (True, False):
+    for kind in ("paired", "independent"):
         for method, (make, lr) in CUBE.items():
             curve: dict[str, list[float]] = {"n": [], "value": [], "subspace error": [], "iterations": []}
             for n in sizes:
-                label = f"hypercube: {method}, n = {n}, {'paired' if paired else 'independent'}"
-                with progress.part(label, n * n):
-                    x, y = fragmented_hypercube(n, d, k, seeds=seeds, paired=paired)
+                with progress.part(f"hypercube: {method}, n = {n}, {kind}", n * n):
+                    x, y = fragmented_hypercube(n, d, k, seeds=seeds, paired=kind == "paired")
                     solved = projection_robust_wasserstein(
                         x, y, optimizer=partial(make, lr=lr), start=start, **options
                     )
                 U = solved.projection
                 gap = torch.linalg.matrix_norm(U @ U.mT - truth)
-                row = (
-                    float(n),
-                    solved.value.mean().item(),
-                    gap.mean().item(),
-                    float(len(solved.history) - 1),
-                )
+                steps = float(len(solved.history) - 1)
+                row = (float(n), solved.value.mean().item(), gap.mean().item(), steps)
                 for key, number in zip(curve, row, strict=True):
                     curve[key].append(number)
-            kind = "paired" if paired else "independent"
             result.series[f"{method} | {kind}"] = curve
             last = {key: values[-1] for key, values in curve.items()}
             result.table.append({"method": method, "samples": kind, "lr": lr, **last})
@@ -412,7 +395,7 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def plot_hypercube(result: Result) -> "Figure":
-    """The methods side by side at each number of points: they find the same."""
+    """The methods side by side for each number of points; their results agree."""
     figure, axes = new_figure(1, 2, 4.2)
     markers = dict(zip(COLOURS, style.MARKERS, strict=False))
     for label, curve in result.series.items():

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from ortho_vit import create_model
-from ortho_vit.experiments.attention import attend, heads_of, main, measure, picture_of, rollout
+from ortho_vit.experiments.attention import attend, heads_of, image_of, main, measure, rollout
 from ortho_vit.experiments.result import run_command
 from ortho_vit.models import find_checkpoint, save_checkpoint
 
@@ -63,20 +63,20 @@ def test_only_orthonormal_heads_have_condition_one(folder):
             assert all((abs(value - 1) < 1e-5) == orthonormal for value in values)
 
 
-def test_pictures_come_from_the_card_or_a_file(folder):
+def test_images_come_from_the_card_or_a_file(folder):
     card = find_checkpoint(OURS).card
-    assert torch.equal(picture_of(card, None), PIXELS[0])
-    assert torch.equal(picture_of(card, "cat"), PIXELS[2])
+    assert torch.equal(image_of(card, None), PIXELS[0])
+    assert torch.equal(image_of(card, "cat"), PIXELS[2])
     Image.fromarray(PIXELS[3].permute(1, 2, 0).numpy()).save(folder / "own.png")
-    assert torch.equal(picture_of(card, str(folder / "own.png")), PIXELS[3])
+    assert torch.equal(image_of(card, str(folder / "own.png")), PIXELS[3])
     with pytest.raises(
-        ValueError, match=r"no picture of 'horse' on the card of .*; give a file or one of dog, bird"
+        ValueError, match=r"no image of 'horse' on the card of .*; give a file or one of dog, bird"
     ):
-        picture_of(card, "horse")
+        image_of(card, "horse")
 
 
 def test_the_command_draws_both_figures(folder, capsys):
-    arguments = ["--weights", OURS, "--free", FREE, "--picture", "cat", "--output", str(folder / "out")]
+    arguments = ["--weights", OURS, "--free", FREE, "--image", "cat", "--output", str(folder / "out")]
     main(arguments)
     assert "free, untrained" in capsys.readouterr().out
     assert {path.name for path in (folder / "out").iterdir()} == {"attention.png", "gram.png", "gram.json"}

@@ -411,7 +411,7 @@ def test_a_sweep_without_runs_has_tables_and_no_figures(tmp_path):
     [
         (
             ["--rows", "within_stifel_sgd"],
-            "no row matches 'within_stifel_sgd'; did you mean within_stiefel_sgd?",
+            "no row matches 'within_stifel_sgd'; did you mean 'within_stiefel_sgd'?",
         ),
         (["--seeds", "0"], "must be a number above 0 or a list such as 0,4,7, got 0"),
         (["--seeds", "1,1"], "must be a number above 0 or a list such as 0,4,7, got 1,1"),

@@ -1,14 +1,14 @@
-"""The paper's Table 1 as one sweep: a run for every row and seed, resumable, shared by any number of processes.
+"""The paper's Table 1 as one sweep: one run per row and seed, resumable, shared by any number of processes.
 
     python -m ortho_vit.experiments.table1 run     --preset reduced --root DATA --workers 2
     python -m ortho_vit.experiments.table1 status
     python -m ortho_vit.experiments.table1 report  [--to FOLDER]
     python -m ortho_vit.experiments.table1 restore --preset reduced --from FOLDER
 
-`run` may be stopped, killed and started again at any time, and in several places at once.  What follows `--` goes to
-every run, after the preset: -- --trainer.max_epochs 1 --data.limit 256.  `status` and `report` are about the sweep that
-was started last, with the arguments it was started with, unless others are given.  `restore` makes the runs of a report
-finished runs here, so that a sweep goes on where another machine's ended.
+`run` may be stopped, killed and started again at any time, and on several machines at once.  Arguments after `--` are
+passed to every run, after those of the preset: -- --trainer.max_epochs 1 --data.limit 256.  `status` and `report` refer to
+the sweep that was started last, with its arguments, unless others are given.  `restore` reads the runs of a report as
+finished runs, so that a sweep continues where another machine's ended.
 """
 
 import argparse
@@ -46,22 +46,26 @@ def make_parser() -> Parser:
     add("command", nargs="?", choices=("run", "status", "report", "restore"), default="run")
     add("--preset", choices=tuple(PRESETS), help="the size of the experiment (run: default paper)")
     add("--data", choices=DATA, help="run: default CIFAR10")
-    add("--root", type=Path, default=Path("data"), help="where the data lies (default data/)")
-    add("--download", action="store_true", help="fetch the data into --root if it is not there")
-    add("--seeds", type=_seeds, help="how many, or which: 3, or 0,4,7, or 4, (default: the preset's)")
+    add("--root", type=Path, default=Path("data"), help="folder of the data (default data/)")
+    add("--download", action="store_true", help="download the data into --root if it is missing")
+    add(
+        "--seeds",
+        type=_seeds,
+        help="a number of seeds, or a list: 3, or 0,4,7, or 4, (default: the preset's)",
+    )
     add(
         "--group",
         action="append",
         choices=(*GROUPS, "all"),
         default=[],
-        help="may be repeated; default the preset's first, table or contrasts",
+        help="group of rows; may be repeated (default: the preset's first, table or contrasts)",
     )
     add("--rows", nargs="+", default=[], metavar="PATTERN", help="names of rows, such as 'within_*'")
     add("--out", type=Path, default=Path("runs/table1"), help="folder of the runs (default runs/table1)")
-    add("--workers", type=int, help="runs at a time (default: one a GPU, otherwise one)")
+    add("--workers", type=int, help="runs at a time (default: one per GPU, otherwise one)")
     add("--to", type=Path, help="report: folder for tables and figures (default OUT/report)")
     add("--from", type=Path, dest="source", help="restore: folder of a report")
-    add("--page", type=Path, help="report: a page whose marked tables are to be replaced")
+    add("--page", type=Path, help="report: a Markdown page whose marked tables are replaced")
     return parser
 
 
@@ -78,7 +82,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def run(options: argparse.Namespace, runs: Sequence[Run]) -> int:
-    """The exit code: 0 if all that was tried has a result, 1 if something failed, 130 if it was stopped."""
+    """Run the sweep; the exit code is 0 if every run has a result, 1 if one failed, 130 if the sweep was stopped."""
     workers = options.workers if options.workers is not None else len(visible_gpus()) or 1
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
@@ -97,8 +101,8 @@ def run(options: argparse.Namespace, runs: Sequence[Run]) -> int:
 
 
 def check_data(options: argparse.Namespace) -> None:
-    """Fetch the data if that is asked for, once for all runs; raise if it is not there or damaged."""
-    import ortho_vit.data  # and with it Lightning, which `status` and `report` do not need
+    """Download the data on request, once for all runs; raise if it is missing or damaged."""
+    import ortho_vit.data  # imports Lightning, which `status` and `report` do not need
 
     data = getattr(ortho_vit.data, options.data)(options.root, download=options.download)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -137,13 +141,13 @@ REMEMBERED = ("preset", "data", "seeds", "group", "rows")
 
 
 def remember(options: argparse.Namespace, plan: Sweep) -> None:
-    """Keep what a sweep was started with in its folder, for `status` and `report`."""
+    """Write the options of a sweep into its folder, for `status` and `report`."""
     kept = {name: getattr(options, name) for name in REMEMBERED} | {"overrides": plan.overrides}
     write_json(plan.out / plan.name / "sweep.json", kept)
 
 
 def recall(options: argparse.Namespace) -> tuple[str, ...]:
-    """Complete the options from the sweep that was started last, of those they allow; what followed its `--`."""
+    """Fill in the options from the latest sweep that agrees with them, and return what followed its `--`."""
     kept = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in options.out.glob("*/sweep.json")]
     allowed = [
         (path.stat().st_mtime, sweep)

@@ -18,13 +18,13 @@ from ortho_vit.experiments.table1.rows import CONSTRAINED, DATA, PAPER, chosen
 
 @dataclass(frozen=True)
 class Summary:
-    """A row's runs: test error by seed, and what they have in common."""
+    """The runs of a row: test errors by seed, and aggregates."""
 
     errors: dict[int, float]
     diverged: dict[int, int]  # seed: step
-    train_error: float | None  # of the last epoch, mean of those that finished
-    seconds: float | None  # mean of those that finished
-    orthogonality: float | None  # the largest at the end of a run
+    train_error: float | None  # of the last epoch, mean over finished runs
+    seconds: float | None  # mean over finished runs
+    orthogonality: float | None  # the largest |XXᵀ − I| at the end of a run
 
     @property
     def mean(self) -> float | None:
@@ -36,7 +36,7 @@ class Summary:
 
 
 def summarize(result: Result, row: str, seed: int | None = None) -> Summary:
-    """Of all seeds, or of one."""
+    """Summarize a row over all seeds, or for one."""
     runs = [run for run in result.table if run["row"] == row and seed in (None, run["seed"])]
     finished = [run for run in runs if run["status"] == "finished"]
     seconds = [run["seconds"] for run in finished]
@@ -71,7 +71,7 @@ class Difference:
 
     @property
     def better(self) -> int:
-        """How many seeds the first row wins."""
+        """The number of seeds where the first row has the lower error."""
         return sum(value < 0 for value in self.values)
 
     @property
@@ -86,14 +86,14 @@ class Difference:
         return None if self.p is None else min(1.0, comparisons * self.p)
 
     def half_width(self, comparisons: int = 1) -> float | None:
-        """Of the interval around the mean, by the t distribution; None below two pairs."""
+        """Half the width of the confidence interval of the mean, by the t distribution; None below two pairs."""
         if self.std is None:
             return None
         return float(stdtrit(self.n - 1, 1 - 0.025 / comparisons)) * self.std / math.sqrt(self.n)
 
 
 def common_seed(result: Result, rows: Sequence[str]) -> int | None:
-    """The seed that most of the rows have, the first of those; for tables of one seed."""
+    """The seed that most of the rows have, the smallest of several; for tables of one seed."""
     counts = Counter(run["seed"] for run in result.table if run["row"] in rows)
     return min(counts, key=lambda seed: (-counts[seed], seed), default=None)
 
@@ -109,7 +109,7 @@ def paired_contrast(result: Result, row: str) -> Difference:
 
 
 def held_out_error(result: Result, row: str) -> float | None:
-    """On images held out of training, of the first seed that has it: what learning rates are chosen by."""
+    """Error on held-out training images, by which learning rates are chosen; of the first seed that has one."""
     runs = sorted((r for r in result.table if r["row"] == row), key=lambda run: run["seed"])
     accuracies = [a for run in runs if (a := run.get("val_accuracy")) is not None]
     return 100 * (1 - accuracies[0]) if accuracies else None

@@ -1,8 +1,8 @@
-"""What separates the size of W^Q and W^K from their orthogonality: callbacks for rows without a constraint.
+"""Callbacks for rows without a constraint that separate the effect of the size of W^Q and W^K from orthogonality.
 
 Orthonormal rows are larger than timm's initial ones: a head's block in ℝ^(d_k × d_model) with orthonormal rows has the
 Frobenius norm √d_k, so entries of size 1/√d_model, where timm draws entries of standard deviation 0.02.  Both callbacks
-rescale timm's own Gaussian blocks to that norm, which draws no random numbers: runs of one seed share every other weight.
+rescale timm's Gaussian blocks to that norm.  This draws no random numbers, so runs of one seed share all other weights.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ortho_vit.models.attention import find_attention
 
 
 class LargeStart(Callback):
-    """Starts with each head's W^Q and W^K rescaled to the Frobenius norm of an orthonormal block; nothing holds it there."""
+    """Rescales each head's initial W^Q and W^K to the Frobenius norm of an orthonormal block; training may change it."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":  # a run that resumes loads its weights after this

@@ -1,4 +1,4 @@
-"""Learning curves, final errors, the learning-rate sweep, the contrasts and what attention does in them."""
+"""Learning curves, final errors, the learning-rate sweep, the contrasts and the statistics of their attention."""
 
 import math
 import statistics
@@ -38,7 +38,7 @@ LINES = {"within": "-", "across": "-", "none": "--"}
 
 
 def available(result: Result) -> list[str]:
-    """The figures for which there are runs."""
+    """The names of the figures for which there are runs."""
     done, groups = {run["row"] for run in result.table}, PRESETS[result.settings["preset"]].groups
     table = "table" in groups
     shown = {
@@ -51,7 +51,7 @@ def available(result: Result) -> list[str]:
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Draw what is available into `folder`; the files."""
+    """Draw the available figures into `folder` and return their files."""
     figures = {"curves": curves, "errors": errors, "learning-rate": learning_rate, "attention": attention}
     paths = []
     for name in available(result):
@@ -67,7 +67,8 @@ def _colour(row: Row) -> str:
 def curves(result: Result) -> "Figure":
     """Test error and training loss against the epoch: mean over seeds, and the range of the seeds as a band.
 
-    The SGD family left, the Adam family right; constrained within heads, then across, beside those without constraint.
+    The SGD family is on the left, the Adam family on the right; within heads above, across heads below, each with the
+    rows without a constraint.
     """
     figure, axes = new_figure(4, 2, 11.5, sharex=True)
     for i, column in product((1, 3), (0, 1)):
@@ -103,27 +104,17 @@ def _curve(
         if label in finished:
             for epoch, value in zip(curve["epoch"], curve.get(column, ()), strict=False):
                 if not math.isnan(value):
-                    by_epoch.setdefault(epoch, []).append(
-                        100 * (1 - value) if "accuracy" in column else value
-                    )
+                    shown = 100 * (1 - value) if "accuracy" in column else value
+                    by_epoch.setdefault(epoch, []).append(shown)
     if by_epoch:
         epochs = sorted(by_epoch)
         values = [by_epoch[epoch] for epoch in epochs]
-        marker = "o" if len(epochs) == 1 else None
+        means, lowest, highest = ([*map(f, values)] for f in (statistics.fmean, min, max))
         colour, line = colour or _colour(row), line or LINES[row.constraint]
-        axis.plot(
-            epochs,
-            [*map(statistics.fmean, values)],
-            label=row.label,
-            color=colour,
-            ls=line,
-            lw=1.4,
-            marker=marker,
-        )
+        marker = "o" if len(epochs) == 1 else None
+        axis.plot(epochs, means, label=row.label, color=colour, ls=line, lw=1.4, marker=marker)
         if max(map(len, values)) > 1:
-            axis.fill_between(
-                epochs, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.13, lw=0
-            )
+            axis.fill_between(epochs, lowest, highest, color=colour, alpha=0.13, lw=0)
 
 
 def errors(result: Result) -> "Figure":
@@ -171,7 +162,7 @@ def learning_rate(result: Result) -> "Figure":
 
 
 def attention(result: Result) -> "Figure":
-    """What the heads of the contrasted rows do while they train, mean over seeds."""
+    """Statistics of the attention of the contrasted rows during training, mean over seeds."""
     panels = {
         "logit_max": "largest logit, all heads",
         "entropy": "entropy of the attention, nats, mean",
@@ -194,7 +185,7 @@ def attention(result: Result) -> "Figure":
 def contrasts(results: Sequence[Result]) -> "Figure":
     """The constrained row minus each control, for every regime: seeds as dots, the mean as a square, its interval.
 
-    With two seeds the interval would be many times wider than any difference: it is drawn from three on.
+    Intervals are drawn from three seeds on; with two they would be many times wider than any difference.
     """
     pairs = [(r, name) for r in results for name in CONTRASTED[1:] if paired_contrast(r, name).n]
     figure, axes = new_figure(1, 1, 1.5 + 0.35 * len(pairs))

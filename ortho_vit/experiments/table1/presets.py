@@ -7,14 +7,14 @@ TABLE1 = ("table", "own", "learning-rate", "two-rates", "projections")
 
 @dataclass(frozen=True)
 class Preset:
-    """A size of the experiment: how many seeds, the arguments of every run, and the groups it is for, the default first."""
+    """A size of the experiment: the number of seeds, the arguments of all runs, and its groups, the default first."""
 
     seeds: int
     arguments: tuple[str, ...]
     groups: tuple[str, ...] = ("contrasts",)
 
 
-# A folder without versions, no event files, no images; the recorder keeps what is needed.
+# No logger and no images: the recorder writes what is needed.
 SHARED = (
     "--trainer.devices", "1",
     "--trainer.logger", "false",
@@ -33,8 +33,8 @@ REDUCED = (
     "--data.num_workers", "0",
     "--checkpoints.every_n_steps", "100",
 )  # fmt: skip
-# 5,000 training images, other ones for each seed.  10,000 of the rest are validated on once, after the last epoch: the
-# learning rate is chosen by them.
+# 5,000 training images, different ones for each seed.  10,000 of the others are used for validation once, after the last
+# epoch, to choose the learning rate.
 FEW = (
     *SHARED,
     "--trainer.callbacks.every_n_epochs", "10",
@@ -51,14 +51,14 @@ FEW = (
     "--data.num_workers", "0",
     "--data.val_size", "45000",
 )  # fmt: skip
-# The same for a tenth of the epochs: which learning rates train at all.
+# The same with a tenth of the epochs, to see which learning rates train at all.
 STABILITY = (
     *FEW,
     "--trainer.max_epochs", "10",
     "--trainer.check_val_every_n_epoch", "10",
     "--model.warmup_epochs", "1",
 )  # fmt: skip
-# 10,000 training images with crop and flip; the others are not looked at.
+# 10,000 training images with crop and flip; the others are not used.
 AUGMENTED = (
     *SHARED,
     "--trainer.callbacks.every_n_epochs", "10",

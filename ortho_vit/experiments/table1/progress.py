@@ -1,4 +1,4 @@
-"""Where a sweep stands: what is done, what runs and how far it is, how long the rest will take."""
+"""The state of a sweep: what is done, how far the running ones are, how long the rest will take."""
 
 import shutil
 import sys
@@ -11,7 +11,7 @@ from ortho_vit.experiments.table1.runs import Run
 
 
 def overview(runs: Sequence[Run]) -> list[str]:
-    """A line on the whole, and one on each run that is under way."""
+    """One line about the sweep, and one about each run in progress."""
     states = [run.state() for run in runs]
     count = Counter(states)
     done = count["finished"] + count["diverged"]
@@ -39,9 +39,9 @@ def _where(run: Run) -> str:
 
 
 def remaining(runs: Sequence[Run], states: Sequence[str]) -> float | None:
-    """Seconds until all is done, from the time a step took so far, if as many run as now.
+    """Seconds until all runs are done, from the mean time per step so far and the number of runs in progress.
 
-    None before anything is known, and when nothing runs.
+    None before the first step, and when nothing runs.
     """
     seconds = steps = todo = 0.0
     length = 0
@@ -57,7 +57,10 @@ def remaining(runs: Sequence[Run], states: Sequence[str]) -> float | None:
 
 
 class Display:
-    """Lines that stay, and on a terminal below them the overview, always current; elsewhere it comes once a minute."""
+    """Messages, and below them on a terminal the current overview; in a log the overview comes once per minute.
+
+    A library's live display would not write the overview to a log.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
@@ -75,7 +78,7 @@ class Display:
         self._shown = time.monotonic()
         self._erase()
         lines = overview(self.runs)
-        if self._live:  # a line that wraps could not be erased
+        if self._live:  # a line that wraps cannot be erased
             lines = [line[: shutil.get_terminal_size().columns - 1] for line in lines]
         print("\n".join(lines), flush=True)
         self._lines = len(lines)

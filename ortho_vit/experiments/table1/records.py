@@ -1,4 +1,4 @@
-"""Finished runs as one result, with one row and one curve per run; and such a result as finished runs again.
+"""Finished runs as one result, with one row and one curve per run; and finished runs restored from such a result.
 
 <sweep>.json    settings and the table: what each run reached, its time, orthogonality error, versions, command
 <sweep>.csv     the curves, one line per epoch
@@ -21,7 +21,7 @@ from ortho_vit.files import finite_or_none, write_json
 FIELDS = (
     "status", "step", "reason", "test_accuracy", "test_loss", "seconds", "orthogonality", "parameters", "versions",
 )  # fmt: skip
-# Of the heads, as `AttentionStatistics` measures them, and how all heads become one number.
+# What `AttentionStatistics` measures for each head, and how all heads are combined to one number.
 HEADS: dict[str, Callable[[Iterable[float]], float]] = {
     "logit_max": max,
     "entropy": statistics.fmean,
@@ -37,7 +37,7 @@ ALWAYS = {"epoch", "train_loss", "test_accuracy"}
 
 
 def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
-    """What is finished of the runs."""
+    """The finished runs as one result."""
     settings = {"preset": sweep.preset, "data": sweep.data}
     collected = Result(sweep.name, settings, versions={})
     curves: dict[str, list[dict[str, Any]]] = {}
@@ -48,7 +48,7 @@ def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
         known = {name: result.get(name) for name in FIELDS}
         last = curve[-1] if curve else {}
         for name in ("train_accuracy", "val_accuracy"):
-            # As the curve has it
+            # Rounded as in the CSV file
             known[name] = None if last.get(name) is None else float(f"{last[name]:.6g}")
         made = {"commit": run.commit, "command": run.command}
         collected.table.append({"row": run.row.name, "seed": run.seed} | known | made)
@@ -65,7 +65,7 @@ def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
 
 
 def _flat(point: dict[str, Any]) -> dict[str, Any]:
-    """A point of a curve with one number for all heads."""
+    """A point of a curve, with one number for all heads."""
     heads = point.get("attention") or {}
     values = {name: [v for of in heads.values() for v in of.get(name, ())] for name in HEADS}
     flat = {name: value for name, value in point.items() if name != "attention"}
@@ -79,7 +79,7 @@ def sweeps_in(folder: Path) -> list[str]:
 
 
 def restore(sweep: Sweep, folder: Path) -> int:
-    """Make the runs of a result finished runs of the sweep, with what the result knows of them; how many were not yet."""
+    """Write the runs of a result as finished runs of the sweep; return how many were not finished there before."""
     if not (folder / f"{sweep.name}.json").is_file():
         raise UsageError(f"no {sweep.name}.json in {folder}: --from is a folder that `report --to` wrote")
     result, restored = load(folder, sweep.name), 0

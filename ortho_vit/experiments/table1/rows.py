@@ -1,15 +1,14 @@
 """What is compared: rows, the groups they form, and the paper's figures.
 
-A row is a configuration of configs/paper/<data set> and a few arguments on top.  Two questions share rows and machinery:
-the paper's Table 1, and the contrasts, which ask what the constraint does that the size of W^Q and W^K does not.
+A row is a configuration of configs/paper/<data set> with a few more arguments.  Two questions share rows and code: the
+paper's Table 1, and the contrasts, which ask what the constraint does beyond setting the size of W^Q and W^K.
 """
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ortho_vit.errors import UsageError
+from ortho_vit.errors import UsageError, did_you_mean
 from ortho_vit.experiments.table1.presets import Preset
 
 DATA = ("CIFAR10", "CIFAR100")
@@ -107,7 +106,7 @@ def at_rate(row: str, factor: float) -> str:
 
 
 def _at_rates(row: Row, rate: float, factors: Iterable[float]) -> Iterable[Row]:
-    """The row at multiples of its learning rate, but for itself."""
+    """The row at multiples of its learning rate, except 1."""
     for factor in factors:
         if factor != 1:
             arguments = (*row.arguments, "--model.optimizer.init_args.lr", f"{rate * factor:g}")
@@ -138,13 +137,13 @@ def _projections() -> Iterable[Row]:
             yield Row(name, f"StiefelSGD on {parts.upper()}", "within", base, kwargs, base)
 
 
-# The contrasts: the constrained row against each of three controls; SGD as it is for reference.
+# The contrasts: the constrained row against each of three controls; plain SGD for reference.
 CONSTRAINED = "within_stiefel_sgd_isometric"
 CONTROLS = ("none_sgd_large_start", "none_sgd_held_norm", "none_sgd_qk_norm")
 CONTRASTED = (CONSTRAINED, *CONTROLS, "none_sgd")
 CONTRAST_FACTORS = (0.5, 1.0, 2.0)  # of a row's own learning rate
 LARGE_FACTORS = (4.0, 8.0, 16.0, 32.0, 64.0)  # until nothing trains
-CHOSEN = {  # by the preset `few`, for all of them; 1 where a row is not named
+CHOSEN = {  # factors chosen on the preset `few` and used for all presets; 1 for rows that are not listed
     CONSTRAINED: 2.0,
     "none_sgd_large_start": 0.5,
     "none_sgd_held_norm": 1.0,
@@ -159,7 +158,7 @@ LARGE_START, HELD_NORM = (
 
 
 def chosen(row: str) -> str:
-    """The row at the learning rate that was chosen for it."""
+    """The name of the row at the learning rate that was chosen for it."""
     return at_rate(row, CHOSEN.get(row, 1.0))
 
 
@@ -236,7 +235,7 @@ ONE_SEED = ("learning-rate", "two-rates", "projections", "rates", "largest-rate"
 def choose(
     preset: Preset, groups: Sequence[str], patterns: Sequence[str], seeds: Sequence[int]
 ) -> list[tuple[Row, int]]:
-    """The runs of some groups, or of all where only patterns are given: one seed of every row, then the next."""
+    """The runs of the groups (of all groups if only patterns are given): one seed of every row, then the next seed."""
     chosen: dict[tuple[int, str], None] = {}
     for group, names in select(preset, groups, patterns).items():
         for seed in seeds[:1] if group in ONE_SEED else seeds:
@@ -246,7 +245,7 @@ def choose(
 
 
 def select(preset: Preset, groups: Sequence[str], patterns: Sequence[str]) -> dict[str, list[str]]:
-    """The names of the rows that groups and patterns leave, by group; "all" are the preset's groups."""
+    """The names of the rows in the groups that match a pattern, by group; "all" means the preset's groups."""
     groups = groups or (tuple(GROUPS) if patterns else preset.groups[:1])
     if "all" in groups:
         groups = preset.groups
@@ -265,6 +264,5 @@ def select(preset: Preset, groups: Sequence[str], patterns: Sequence[str]) -> di
 def _check_patterns(patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(ROWS, pattern):
-            close = difflib.get_close_matches(pattern, ROWS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(PAPER)}, ..."
-            raise UsageError(f"no row matches {pattern!r}; {hint}")
+            hint = did_you_mean(pattern, ROWS) or f"; there are {', '.join(PAPER)}, ..."
+            raise UsageError(f"no row matches {pattern!r}{hint}")

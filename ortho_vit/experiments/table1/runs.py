@@ -5,8 +5,8 @@ config.yaml     the whole configuration
 checkpoints/    last.ckpt, from which it resumes exactly
 progress.json   where it is
 result.json     written once, at its end; a run that has one is done
-log.txt         what it said
-lock            claimed by an OS lock (flock), which ends with the process that trains, however that ends
+log.txt         its output
+lock            held by an OS lock (flock) while the run trains; the system releases it however the process ends
 """
 
 import contextlib
@@ -36,7 +36,7 @@ State = Literal["finished", "diverged", "running", "interrupted", "waiting"]
 
 @dataclass(frozen=True)
 class Sweep:
-    """Where runs are kept, and what they have in common."""
+    """The folder of the runs, and what the runs have in common."""
 
     out: Path
     preset: str
@@ -66,7 +66,7 @@ class Sweep:
         return runs
 
     def check(self) -> None:
-        """Raise UsageError where the folder holds a run with other arguments: it could not be compared."""
+        """Raise UsageError where the folder has a run with other arguments, which would not be comparable."""
         for run in self.begun():
             run.check()
 
@@ -85,13 +85,13 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What makes it again, as it was made if it was."""
+        """The command that reproduces the run: as it was started, or as it would be."""
         stored = _read(self.folder / "run.json")
         return shlex.join(["python", "train.py", *(stored["arguments"] if stored else self.arguments)])
 
     @property
     def commit(self) -> str | None:
-        """The version of the code that it was last started with, if that is known."""
+        """The version of the code with which it was last started, if known."""
         return (_read(self.folder / "run.json") or {}).get("commit")
 
     @property
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The last error that its log has of the last attempt."""
+        """The last error message in its log since the last start."""
         log = self.folder / "log.txt"
         text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         errors = re.findall(r"^(?:error: |\w*Error: )(.*)$", text.rpartition(PROMPT)[2], re.MULTILINE)
@@ -123,12 +123,12 @@ class Run:
         return "interrupted" if self.checkpoint else "waiting"
 
     def check(self) -> None:
-        """Raise UsageError where the folder holds a run with other arguments."""
+        """Raise UsageError where the folder has a run with other arguments."""
         if stored := _read(self.folder / "run.json"):
             self.compare(stored["arguments"])
 
     def compare(self, arguments: Sequence[str]) -> None:
-        """Raise UsageError where these are not the run's."""
+        """Raise UsageError where these are not the run's arguments."""
         theirs, ours = _options(arguments), _options(self.arguments)
         if theirs == ours:
             return
@@ -142,7 +142,7 @@ class Run:
     # -------------------------------------------------------------------------------- claiming and starting
 
     def claim(self) -> IO[str] | None:
-        """The lock file, locked, if this run is to be done and nobody else does it."""
+        """The locked lock file if the run is unfinished and no other process has it, otherwise None."""
         if self.result:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,12 +150,12 @@ class Run:
             lock = stack.enter_context((self.folder / "lock").open("a+", encoding="utf-8"))
             if not try_lock(lock, attempts=3) or self.result:
                 return None
-            self.check()  # another sweep may have begun it meanwhile
+            self.check()  # another sweep may have started it in the meantime
             stack.pop_all()
             return lock
 
     def start(self, lock: IO[str], environment: Mapping[str, str]) -> subprocess.Popen:
-        """Begin or resume, as a process that inherits the claim: it is given up when that process ends."""
+        """Start or resume the run in a process that inherits the lock, which is released when that process ends."""
         with lock:
             what = {"row": self.row.name, "seed": self.seed, "arguments": self.arguments}
             write_json(self.folder / "run.json", what | {"commit": commit(REPOSITORY)})
@@ -182,7 +182,7 @@ class Run:
         return process
 
     def owner(self) -> str:
-        """Who has, or had, the claim."""
+        """Machine and process that hold the lock, or held it last."""
         lock = self.folder / "lock"
         return lock.read_text(encoding="utf-8") if lock.is_file() else ""
 
@@ -195,7 +195,7 @@ class Run:
 
 
 def _options(arguments: Sequence[str]) -> list[str]:
-    """Each option with its values, but for the recorder, which changes no result and may lie in another module now."""
+    """Each option with its values, except the recorder: it changes no result, and its module has been renamed."""
     options = [text.strip() for text in re.split(r"(?:^| )(?=--)", " ".join(arguments)) if text]
     return [option for option in options if not option.endswith(".Recorder")]
 
@@ -208,7 +208,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def commit(repository: Path) -> str | None:
-    """Git's name for the code, "-dirty" where it was changed since; None where git does not know it."""
+    """The commit of the code, with "-dirty" if it has uncommitted changes; None outside of git."""
     command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -217,9 +217,9 @@ def commit(repository: Path) -> str | None:
 
 
 def environment(slot: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
-    """For the run in one of `workers` slots: its share of the cores, and a GPU of its own.
+    """Environment variables for the run in one of `workers` slots: its share of the cores, and one GPU.
 
-    A run is one process on one device; what SLURM says about tasks and nodes is meant for the sweep.
+    SLURM's variables are removed: they describe the sweep, and a run is one process on one device.
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // workers)))
@@ -229,5 +229,5 @@ def environment(slot: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Those this process may use; not every system can tell them from those there are."""
+    """The number of cores that this process may use, where the system can tell; otherwise of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

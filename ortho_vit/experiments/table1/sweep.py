@@ -1,7 +1,10 @@
 """Start runs, watch them, stop them.
 
-Any number of sweeps may share a folder, on one machine or several: each takes whatever is neither done nor claimed.
-A sweep tries a run once; one that fails or is killed stays for the next sweep, which resumes it.
+Any number of sweeps may share a folder, on one machine or several: each takes the runs that are neither done nor claimed.
+A sweep tries each run once; a run that fails or is killed is resumed by the next sweep.
+
+A job scheduler such as SLURM or Ray would do the same, but a reader has none at hand; a lock in the folder of each run
+(`Run.claim`) and this loop need nothing besides a shared file system.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ from ortho_vit.experiments.table1.runs import Run, environment
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 30.0  # for a run to finish its batch once it is asked to stop
-HOPELESS = 3  # failures before anything succeeded
+HOPELESS = 3  # a sweep ends after this many failures without a success
 
 Say = Callable[[str], None]
 Job = tuple[Run, subprocess.Popen]
@@ -29,7 +32,7 @@ Job = tuple[Run, subprocess.Popen]
 @dataclass
 class Outcome:
     succeeded: int = 0
-    failed: dict[str, str] = field(default_factory=dict)  # name of the run: what it said
+    failed: dict[str, str] = field(default_factory=dict)  # name of the run: its error
     stopped: bool = False
 
     @property
@@ -38,7 +41,7 @@ class Outcome:
 
 
 def sweep(runs: Sequence[Run], workers: int, say: Say, show: Callable[[], None]) -> Outcome:
-    """Do what is left of `runs`, `workers` at a time; `show` is called about once a second."""
+    """Do the unfinished ones of `runs`, `workers` at a time; `show` is called about once per second."""
     outcome, tried, active = Outcome(), set[str](), dict[int, Job]()
     gpus = visible_gpus()
     with interruptible():
@@ -55,7 +58,7 @@ def sweep(runs: Sequence[Run], workers: int, say: Say, show: Callable[[], None])
                 for slot, (run, process) in list(active.items()):
                     if process.poll() is not None:
                         del active[slot]
-                        _take_note(run, process.returncode, outcome, say)
+                        _add_to_outcome(run, process.returncode, outcome, say)
         except KeyboardInterrupt:
             outcome.stopped = True
             return outcome
@@ -72,8 +75,8 @@ def _start_next(runs: Sequence[Run], tried: set[str], variables: dict[str, str],
     return None
 
 
-def _take_note(run: Run, code: int, outcome: Outcome, say: Say) -> None:
-    """Of a run that has ended: with a result, which may be that it diverged, or without."""
+def _add_to_outcome(run: Run, code: int, outcome: Outcome, say: Say) -> None:
+    """Count a run that has ended: as succeeded if it has a result, even that it diverged, otherwise as failed."""
     result = run.result
     if result is None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else run.error
@@ -89,7 +92,7 @@ def _take_note(run: Run, code: int, outcome: Outcome, say: Say) -> None:
 
 
 def stop(processes: Sequence[subprocess.Popen]) -> None:
-    """Ask the processes to end after the batch they are at; end those that do not."""
+    """Ask the processes to stop after their current batch; kill those that do not within `GRACE_SECONDS`."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
@@ -105,14 +108,14 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM, as a batch system sends it, is treated as Ctrl-C, and so is SIGHUP, of a closed terminal."""
+    """A context in which SIGTERM (from a batch system) and SIGHUP (from a closed terminal) act like Ctrl-C."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup has it
+        if handler is not signal.SIG_IGN:  # which nohup sets
             signal.signal(number, interrupt)
     try:
         yield
@@ -122,7 +125,7 @@ def interruptible() -> Iterator[None]:
 
 
 def visible_gpus() -> list[str]:
-    """The devices a run may be given, as CUDA_VISIBLE_DEVICES would name them."""
+    """The GPUs that runs can use, as CUDA_VISIBLE_DEVICES names them."""
     count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return named[:count] if named else [str(i) for i in range(count)]

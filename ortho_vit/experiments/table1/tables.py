@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortho_vit.errors import UsageError
-from ortho_vit.experiments.result import Result, duration
+from ortho_vit.experiments.result import Result, duration, markdown
 from ortho_vit.experiments.table1.compare import (
     Difference,
     Summary,
@@ -48,7 +48,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim of the paper, and the pairs of rows that bear on it: the first should have the lower error."""
+    """A claim of the paper, and the pairs of rows that test it: by the claim, the first has the lower error."""
 
     name: str
     pairs: Pairs
@@ -58,6 +58,13 @@ def _pairs(first: str, *others: str) -> Pairs:
     return tuple((first, other) for other in others)
 
 
+def _stiefel_against(method: str) -> Pairs:
+    """Our optimizer against another method, for both constraints and both families."""
+    kinds = [(c, kind) for c in ("within", "across") for kind in ("sgd", "adam")]
+    return tuple((f"{c}_stiefel_{kind}", f"{c}_{method}_{kind}") for c, kind in kinds)
+
+
+MOMENTUM = ("within_stiefel_sgd", "within_momentumless_stiefel_sgd")
 FINDINGS = (
     Finding(
         "constraint",
@@ -69,18 +76,8 @@ FINDINGS = (
             *_pairs("across_stiefel_adam", "none_adam", "none_adamw"),
         ),
     ),
-    Finding(
-        "momentum",
-        _pairs("within_stiefel_sgd", "within_momentumless_stiefel_sgd"),
-    ),
-    Finding(
-        "exactness",
-        tuple(
-            (f"{c}_stiefel_{kind}", f"{c}_regularized_{kind}")
-            for c in ("within", "across")
-            for kind in ("sgd", "adam")
-        ),
-    ),
+    Finding("momentum", (MOMENTUM,)),
+    Finding("exactness", _stiefel_against("regularized")),
     Finding(
         "one-rate",
         (
@@ -88,22 +85,12 @@ FINDINGS = (
             *_pairs("within_stiefel_sgd", *GROUPS["two-rates"]),
         ),
     ),
-    Finding(
-        "optimizer",
-        (
-            *tuple(
-                (f"{c}_stiefel_{kind}", f"{c}_projected_stiefel_{kind}")
-                for c in ("within", "across")
-                for kind in ("sgd", "adam")
-            ),
-            *_pairs("within_stiefel_sgd", "within_momentumless_stiefel_sgd"),
-        ),
-    ),
+    Finding("optimizer", (*_stiefel_against("projected_stiefel"), MOMENTUM)),
 )
 
 
 def blocks(result: Result, folder: str) -> dict[str, str]:
-    """Everything `report` writes about a sweep, by the name of its marker; the figures lie in `folder`."""
+    """All that `report` writes about a sweep, by the name of the marker; the figures are in `folder`."""
     images = {
         name: f"![{name.replace('-', ' ')}]({Path(folder, f'{result.name}-{name}.png').as_posix()})"
         for name in available(result)
@@ -130,7 +117,7 @@ def blocks(result: Result, folder: str) -> dict[str, str]:
 
 
 def summary_line(result: Result) -> str:
-    """How much there is, and on what it ran."""
+    """The number of runs, their time, and the versions and machines they ran on."""
     if not result.table:
         return "No runs yet."
     finished = sum(run["status"] == "finished" for run in result.table)
@@ -142,7 +129,7 @@ def summary_line(result: Result) -> str:
 
 
 def rows_table(result: Result, names: Sequence[str]) -> str:
-    """A row each: error, the paper's, the paired difference from its reference row, time, orthogonality."""
+    """For each row: test error, the paper's, the paired difference from its reference, time, orthogonality."""
     header = ["method", "constraint", "test error, %", "runs", "paper, %", "against", "difference", "p"]
     lines = [[*header, "time", "max \\|XXᵀ − I\\|"]]
     for name in names:
@@ -159,11 +146,11 @@ def rows_table(result: Result, names: Sequence[str]) -> str:
                 f"{paper[0]:.2f} ± {paper[1]:.2f}" if paper else "",
                 reference.label if reference else "",
                 _signed(paired) if reference else "",
-                _p(paired) if reference else "",
+                _p(paired.p) if reference else "",
                 *_time_and_orthogonality(summary),
             ]
         )
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def finding_table(result: Result, finding: Finding) -> str:
@@ -177,11 +164,11 @@ def finding_table(result: Result, finding: Finding) -> str:
                 ROWS[second].label,
                 _signed(paired),
                 _wins(result, first, second),
-                _p(paired),
+                _p(paired.p),
                 f"{paper:+.2f}" if paper is not None else "–",
             ]
         )
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def tally(result: Result, finding: Finding) -> str:
@@ -208,7 +195,7 @@ def learning_rate_table(result: Result) -> str:
     for integrator, base in INTEGRATORS.items():
         names = [at_rate(base, factor) for factor in FACTORS]
         lines.append([integrator, *(_single(summarize(result, name, seed)) for name in names)])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def largest_rate_table(result: Result) -> str:
@@ -218,11 +205,11 @@ def largest_rate_table(result: Result) -> str:
     for name in CONTRASTED:
         errors = [_single(summarize(result, at_rate(name, factor))) for factor in factors]
         lines.append([ROWS[name].label, f"{base_rate(name):g}", *errors])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def contrasts_table(result: Result) -> str:
-    """Each control beside the constrained row, at the learning rates that were chosen."""
+    """The constrained row against each control, at the learning rates that were chosen."""
     header = ["row", "learning rate", "test error, %", "training error, %", "runs", "constrained − row, %"]
     level = f"{100 - 5 / len(CONTROLS):.3g} % interval"
     lines = [[*header, level, "constrained better", f"p × {len(CONTROLS)}"]]
@@ -235,10 +222,8 @@ def contrasts_table(result: Result) -> str:
             continue
         wins, p = _wins(result, chosen(CONSTRAINED), row), paired.corrected_p(len(CONTROLS))
         reference = name not in CONTROLS  # not one of the comparisons
-        lines.append(
-            [*cells, _signed(paired), _interval(paired), wins, "reference" if reference else _p_value(p)]
-        )
-    return _markdown(lines)
+        lines.append([*cells, _signed(paired), _interval(paired), wins, "reference" if reference else _p(p)])
+    return markdown(lines)
 
 
 def rates_table(result: Result) -> str:
@@ -248,11 +233,11 @@ def rates_table(result: Result) -> str:
         errors = [held_out_error(result, at_rate(name, factor)) for factor in CONTRAST_FACTORS]
         best = f"× {CHOSEN[name]:g}" if name in CHOSEN else "–"
         lines.append([ROWS[name].label, f"{base_rate(name):g}", *(_percent(error) for error in errors), best])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def one_seed_table(result: Result, names: Sequence[str]) -> str:
-    """Rows of which one seed is run: that seed of each."""
+    """Rows that are run with one seed: errors of that seed."""
     seed = common_seed(result, names)
     if seed is None:
         return "No runs yet."
@@ -261,7 +246,7 @@ def one_seed_table(result: Result, names: Sequence[str]) -> str:
         row, summary = ROWS[name], summarize(result, name, seed)
         cells = [row.method, row.constraint, _single(summary), _percent(summary.train_error)]
         lines.append([*cells, *_time_and_orthogonality(summary)])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 # ------------------------------------------------------------------------------------------------------------- cells
@@ -281,7 +266,7 @@ def _runs(summary: Summary) -> str:
 
 
 def _single(summary: Summary) -> str:
-    """Of one seed."""
+    """The error of one seed, or where it diverged."""
     for step in summary.diverged.values():
         return f"diverged at step {step}"
     return _error(summary)
@@ -298,15 +283,13 @@ def _percent(error: float | None) -> str:
 
 def _interval(paired: Difference) -> str:
     width = paired.half_width(len(CONTROLS))
-    return (
-        "–"
-        if width is None or paired.mean is None
-        else f"{paired.mean - width:+.2f} to {paired.mean + width:+.2f}"
-    )
+    if width is None or paired.mean is None:
+        return "–"
+    return f"{paired.mean - width:+.2f} to {paired.mean + width:+.2f}"
 
 
 def _wins(result: Result, first: str, second: str) -> str:
-    """How many seeds the first row wins of those that both finished, and how many one of them did not."""
+    """For how many common seeds the first row has the lower error, and how often each row diverged."""
     paired = difference(result, first, second)
     text = f"{paired.better} of {paired.n}" if paired.n else "–"
     for which, row in (("first", first), ("second", second)):
@@ -321,25 +304,15 @@ def _signed(paired: Difference) -> str:
     return f"{paired.mean:+.2f}" + (f" ± {paired.std:.2f}" if paired.std is not None else "")
 
 
-def _p(paired: Difference) -> str:
-    return _p_value(paired.p)
-
-
-def _p_value(p: float | None) -> str:
+def _p(p: float | None) -> str:
     return "–" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *body = lines
-    rows = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- page
 
 
 def update(page: Path, result: Result, folder: Path) -> None:
-    """Replace what stands between the markers of this sweep; whatever else the page says stays."""
+    """Replace the text between the markers of this sweep; the rest of the page is unchanged."""
     text = page.read_text(encoding="utf-8")
     written = fill(text, result, os.path.relpath(folder, page.parent))
     if written == text and f"<!-- {result.name}: " not in text:
