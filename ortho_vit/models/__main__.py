@@ -1,6 +1,6 @@
-"""python -m ortho_vit.models [FOLDER]     writes README.md, a page about the weights in a folder, into that folder.
+"""python -m ortho_vit.models [FOLDER]     writes a page about the weights in a folder, README.md, into that folder.
 
-The default is the clone's `checkpoints/`, or `./checkpoints` without a clone: an installed package is left as it is.
+The default is `checkpoints/` of the clone, or `./checkpoints` without a clone: an installed package is not modified.
 """
 
 import sys
@@ -40,13 +40,20 @@ def catalogue(folder: Path) -> str:
 
 
 def _row(card: Card) -> str:
-    optimizer = str(card.optimizer.get("class_path", "")).rpartition(".")[2]
     error = f"{card.orthogonality_error:.1e}" if card.constraint else "–"
     grouped = isinstance(card.constraint, int)
     constraint = f"{card.constraint} heads per block" if grouped else str(card.constraint or "none")
     tested = card.accuracy.get("test/accuracy")
     accuracy = f"{card.accuracy['val/accuracy']:.2%} (validation)" if tested is None else f"{tested:.2%}"
-    cells = [f"`{card.name}`", constraint, optimizer, card.data, accuracy, error, f"{card.parameters:,}"]
+    cells = [
+        f"`{card.name}`",
+        constraint,
+        card.optimizer_name,
+        card.data,
+        accuracy,
+        error,
+        f"{card.parameters:,}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 

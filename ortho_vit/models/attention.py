@@ -13,8 +13,8 @@ An attention is a module that owns linear maps called q, k and v, apart or fused
     in_proj_weight            nn.MultiheadAttention, so torchvision's ViT
 
 The rows of a fused weight are ordered (part, head, d_k): all of q, then all of k, then all of v.  A module that looks
-like attention and has another layout, such as gate, q, k and v in one weight, is refused by name: skipping it would
-leave a part of the model unconstrained.
+like attention but has another layout, such as gate, q, k and v in one weight, raises an error that names it: skipping it
+would leave a part of the model unconstrained.
 """
 
 import re
@@ -140,19 +140,17 @@ def _projection(path: str, module: nn.Module, name: str, child: nn.Module) -> Pr
 
 def _is_interleaved(module: nn.Module) -> bool:
     """Whether the rows of a fused weight are ordered (head, part, d_k)."""
-    return (
-        getattr(module, "head_first", False) or hasattr(module, "key_dim") or hasattr(module, "multi_query")
-    )
+    return getattr(module, "head_first", False) or any(hasattr(module, x) for x in ("key_dim", "multi_query"))
 
 
 def _widths(module: nn.Module, num_heads: int, head_dim: int | None) -> set[int]:
-    """What heads · d_k can be: as the module says, or what one of its layers takes (the output projection takes v)."""
+    """Possible values of heads · d_k: num_heads · head_dim, or the inputs of a layer (the output projection takes v)."""
     widths = {child.in_features for child in module.children() if isinstance(child, nn.Linear)}
     return widths | ({num_heads * head_dim} if isinstance(head_dim, int) else set())
 
 
 def _head_count(module: nn.Module) -> int | None:
-    """The number of heads, of q where k has fewer: as the module says, or its configuration if the module says d_k."""
+    """The number of heads (of q, where k has fewer) in the module, or in its configuration if it has a head_dim."""
     holders = [module, getattr(module, "config", None)] if hasattr(module, "head_dim") else [module]
     counts = (getattr(holder, name, None) for holder in holders for name in HEAD_COUNTS)
     return next((n for n in counts if isinstance(n, int) and n > 0), None)
@@ -170,13 +168,9 @@ def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
                     f"orthogonalize: {_join(path, name)} of {type(module).__name__} holds q and k in an order that is not "
                     "known; call constrain(module, blocks=..., rows=...) on it, or name it qkv if that is its order"
                 )
-        inside = any(a.path == path or a.path.startswith(path + ".") or not path for a in found)
-        if (
-            has_heads
-            and hasattr(module, "scale")
-            and not inside
-            and any(p.ndim > 1 for p in module.parameters())
-        ):
+        known = any(a.path == path or a.path.startswith(path + ".") or not path for a in found)
+        has_weights = any(p.ndim > 1 for p in module.parameters())
+        if has_heads and hasattr(module, "scale") and has_weights and not known:
             raise ValueError(
                 f"orthogonalize: {path} ({type(module).__name__}) has heads but no nn.Linear named "
                 f"{', '.join(PARTS)}, so its layout is not known"
@@ -191,8 +185,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def conv1d_to_linear(model: Model) -> Model:
     """Replace the Conv1D layers that hold q, k and v (GPT-2's c_attn) by nn.Linear, in place; return the model.
 
-    The function stays the same, and so does the state dict: weights are transposed to (in, out) when it is made and back
-    when it is loaded, so that checkpoints fit the original model.  Call it before an optimizer takes the parameters.
+    The model computes the same function.  Its state dict has the original layout: weights are transposed to (in, out) when
+    it is saved and back when it is loaded, so checkpoints also fit the original model.  Call it before an optimizer is
+    given the parameters.
     """
     owners = [
         module for module in model.modules() if any(name in PARTS for name, _ in module.named_children())

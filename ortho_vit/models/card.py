@@ -1,4 +1,4 @@
-"""The card of trained weights: what is needed to build the model, to check it and to train it again."""
+"""The card of trained weights: all that is needed to build the model, to verify it and to train it again."""
 
 import base64
 import dataclasses
@@ -39,11 +39,11 @@ def synthetic_images(shape: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Golden:
-    """Images, what they show, and the logits that the model must compute for them."""
+    """Images, their labels, and the logits that the model must compute for them."""
 
     shape: list[int]  # n, channels, height, width
     pixels: str  # base64 of uint8, or "synthetic"
-    labels: list[int]  # of synthetic images: none
+    labels: list[int]  # empty for synthetic images
     logits: list[list[float]]
 
     @classmethod
@@ -88,7 +88,7 @@ class Card:
     licence: str
     golden: Golden
     scale: bool = False
-    crop_pct: float = 1.0  # of the shorter side, that evaluation keeps
+    crop_pct: float = 1.0  # share of the shorter side that evaluation keeps
 
     @property
     def architecture(self) -> str:
@@ -99,8 +99,13 @@ class Card:
         return self.name.partition(".")[2]
 
     @property
+    def optimizer_name(self) -> str:
+        """The name of the optimizer's class, "" if the card does not have it."""
+        return str(self.optimizer.get("class_path", "")).rpartition(".")[2]
+
+    @property
     def spec(self) -> ModelSpec:
-        """The model, by its architecture."""
+        """The description of the model; its name is the architecture, without the tag."""
         values = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(ModelSpec) if hasattr(self, f.name)
         }
@@ -111,16 +116,15 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str) -> "Card":
-        """Read a card.  Keys that it does not know are ignored: later versions may add some."""
+        """Read a card.  Unknown keys are ignored, as later versions may add some."""
         try:
             stored = json.loads(text)
-            stored = {"crop_pct": crop_pct_of(stored["recipe"])} | stored  # which version 0.1 did not write
-            golden = Golden(**stored["golden"])
-            required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-            values = {name: stored[name] for name in [*required, "crop_pct"]} | {
-                "scale": stored.get("scale", False)
-            }
-            card = cls(**{**values, "golden": golden})
+            stored = {
+                "scale": False,
+                "crop_pct": crop_pct_of(stored["recipe"]),
+            } | stored  # not in version 0.1
+            values = {f.name: stored[f.name] for f in dataclasses.fields(cls)}
+            card = cls(**values | {"golden": Golden(**stored["golden"])})
             card.golden.images()
             card._check()
         except KeyError as error:
@@ -158,7 +162,7 @@ class Card:
         return (logits - torch.tensor(self.golden.logits)).abs().max().item()
 
     def check_golden(self, model: nn.Module) -> float:
-        """The same, if it is small enough for the model to be the card's."""
+        """The same; raises CheckpointError if it is above `GOLDEN_TOLERANCE`."""
         error = self.golden_error(model)
         if not error <= GOLDEN_TOLERANCE:
             raise CheckpointError(
@@ -182,7 +186,7 @@ def golden_logits(model: nn.Module, pixels: Tensor, mean: Sequence[float], std: 
 
 
 def crop_pct_of(recipe: Any) -> float:
-    """The part of the shorter side that the data module of a recipe keeps in evaluation: ImageFolder the central 7/8."""
+    """The share of the shorter side that a recipe's data module keeps in evaluation: by default 7/8 for ImageFolder."""
     data = recipe.get("data") if isinstance(recipe, dict) else None
     if not isinstance(data, dict):
         return 1.0

@@ -63,18 +63,19 @@ def save_checkpoint(
 
     Args:
         name: architecture.tag; the architecture is one of the zoo's or of timm's.
-        classes: the labels of the data set, in order; `mean` and `std` are what its pixels were normalised by, and
-            `crop_pct` is the part of the shorter side that evaluation keeps, by default that of the recipe's data module.
+        classes: names of the classes, in the order of the labels; `mean` and `std` are those by which pixels were
+            normalised, and `crop_pct` is the share of the shorter side that evaluation keeps, by default that of the
+            recipe's data module.
         accuracy: as measured by `command`, such as {"test/top1": 0.83}.
-        optimizer: class and arguments; together with `recipe`, what it takes to train it again.
+        optimizer: class and arguments; with `recipe`, all that is needed to train the model again.
         arguments: of the architecture, where they are not its defaults.
-        pixels: uint8 images (n, channels, height, width) that are published on the card with their logits; `labels` say
-            what they show.  By default synthetic ones.
+        pixels: uint8 images (n, channels, height, width) to publish on the card with their `labels` and logits; by
+            default synthetic images.
         licence: of the weights, such as "MIT" or "CC-BY-4.0".
         folder: by default ORTHO_VIT_CHECKPOINTS, the repository's checkpoints/, or outside of it ./checkpoints.
 
-    Before anything is kept, the weights must be finite and on the manifold, and what was written must load again and
-    give the same logits.  A kill leaves the old weights with the old card or the new ones with the new card.
+    The weights must be finite and on the manifold, and the written file must load again and give the same logits before
+    it replaces anything.  If the process is killed, weights and card are both old or both new.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     target = _target(name, export_folder() if folder is None else Path(folder), overwrite)
@@ -131,7 +132,7 @@ def _serialize(model: nn.Module, name: str) -> bytes:
 
 
 def _write_checked(target: Path, weights: bytes, card: Card, overwrite: bool) -> None:
-    """Write both files, once what they hold has been read back and gives the card's logits."""
+    """Write both files, after the weights were read back and gave the card's logits."""
     text = card.to_json()
     card = Card.from_json(text, f"{card.name}.json")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,14 +147,14 @@ def _write_checked(target: Path, weights: bytes, card: Card, overwrite: bool) ->
         except BaseException:
             staged(target).unlink(missing_ok=True)
             raise
-        publish(target)  # if this is interrupted, whoever looks next completes it
+        publish(target)  # if this is interrupted, the next `finish_exports` completes it
 
 
 # ----------------------------------------------------------------------------------------------------- the hub
 
 
 def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
-    """Write config.json, model.safetensors and README.md as the Hugging Face hub keeps them, and return the folder.
+    """Write config.json, model.safetensors and README.md in the Hugging Face hub's layout, and return the folder.
 
     `hf upload USER/NAME FOLDER` on the command line of `huggingface_hub` uploads it.
     `timm.create_model("local-dir:<folder>", pretrained=True)` loads it, and so does "hf-hub:<user>/<name>" once uploaded.
@@ -177,7 +178,7 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
 
 
 def _timm_architecture(card: Card) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments by which timm itself builds a card's model."""
+    """The name and the arguments with which timm builds a card's model."""
     if card.architecture == "ortho_vit_compact":
         return card.architecture, card.spec.arguments | {"constraint": "none"}
     if card.architecture not in SIZES:

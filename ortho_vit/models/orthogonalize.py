@@ -64,21 +64,17 @@ def orthogonalize(
         scale: give each head a learned scalar, 1 at the start, that multiplies its logits.
         verbose: print how far the blocks of each weight moved and how well conditioned they were.
 
-    Names and shapes in the state dict stay the same; `preserve` and `scale` add a `core` beside a `weight`.  What was done
-    is noted in the dictionary `model.orthogonal`: the options, and under "blocks" for each weight how far each of its
-    blocks moved (relative to its Frobenius norm) and its condition number before.  If it raises, nothing was changed.
+    Names and shapes in the state dict stay the same; `preserve` and `scale` add a `core` beside a `weight`.  The dictionary
+    `model.orthogonal` records the options and, under "blocks", how far each block of each weight moved (relative to its
+    Frobenius norm) and its condition number before.  If an error is raised, the model is unchanged.
     """
     check_constraint(constraint, projections, "orthogonalize")
     _check_options(projections, init, preserve, scale)
     if constraint is None:
         return model
     attentions = find_attention(model)
-    options: dict[str, Any] = {
-        "constraint": constraint,
-        "projections": projections,
-        "preserve": preserve,
-        "scale": scale,
-    }
+    options: dict[str, Any] = {"constraint": constraint, "projections": projections}
+    options |= {"preserve": preserve, "scale": scale}
     tasks = [task for attention in attentions for task in _tasks(attention, **options)]
     if not tasks:
         raise ValueError(
@@ -100,7 +96,7 @@ def orthogonalize(
 
 
 def release(model: Model) -> Model:
-    """Make every constrained parameter free, with the same values and cores multiplied into weights; return the model."""
+    """Make every constrained parameter free, with its values and cores multiplied into weights; return the model."""
     for module in model.modules():
         if isinstance(module, CoredLinear):
             module.fold()
@@ -112,7 +108,7 @@ def release(model: Model) -> Model:
 
 
 def check_constraint(constraint: Any, projections: Any, what: str) -> None:
-    """Raise ValueError for values that no constraint or choice of projections has."""
+    """Raise ValueError where `constraint` or `projections` is not one of the allowed values."""
     is_count = isinstance(constraint, int) and not isinstance(constraint, bool) and constraint >= 1
     if not is_count and constraint not in ("within", "across", None):
         raise ValueError(
@@ -184,7 +180,7 @@ class CoredLinear(nn.Linear):
         return f"{super().extra_repr()}, core={tuple(self.core.shape)}"
 
 
-# ------------------------------------------------------------------------------------------ what is to be done
+# -------------------------------------------------------------------------------------------------------- tasks
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ def _check_values(tasks: list[Task]) -> None:
 
 
 def _check_core(task: Task, option: str) -> None:
-    """Raise where there is no place for a core: where the forward reads the weight and does not call the layer."""
+    """Raise where a core would have no effect: where the forward reads the weight instead of calling the layer."""
     owner, module, path = task.projection.owner, task.attention.module, task.projection.path
     if not isinstance(owner, nn.Linear):
         raise ValueError(
@@ -332,9 +328,9 @@ def _check_scale(task: Task) -> None:
 def _reads_weight(module: nn.Module) -> bool:
     """Whether the module's forward uses `layer.weight` itself, which would bypass a core.
 
-    The names in the function's bytecode tell it without running the model, and without them a core that is bypassed would
-    silently change what the network computes.  timm's modules with `qkv_bias_separate` read the weight too, but call the
-    layer where that attribute is set (see `_apply`).
+    A bypassed core would silently change the network's function.  The names in the bytecode show it without running the
+    model, whose inputs are not known here.  timm's modules with `qkv_bias_separate` read the weight too, but call the layer
+    where that attribute is set (see `_apply`).
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
     return code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
@@ -346,7 +342,7 @@ def _is_plain(module: nn.Module) -> bool:
     return same_forward and isinstance(module.q_norm, nn.Identity) and isinstance(module.k_norm, nn.Identity)
 
 
-# --------------------------------------------------------------------------------------------------- doing it
+# ------------------------------------------------------------------------------------------------------ changes
 
 
 @dataclass(frozen=True)
@@ -419,7 +415,7 @@ def _apply(task: Task, change: Change) -> None:
             module.qkv_bias_separate = True  # type: ignore[assignment]
 
 
-# ------------------------------------------------------------------------------------------- what it did
+# ----------------------------------------------------------------------------------------------------- report
 
 
 def _moved(task: Task, change: Change) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def hub_readme(card: Card) -> str:
     """The text of README.md for a card."""
     header = yaml.safe_dump(_header(card), sort_keys=False, allow_unicode=True)
     rows = {
-        **{_spoken(key): f"{value:.2%}" for key, value in card.accuracy.items()},
+        **{_in_words(key): f"{value:.2%}" for key, value in card.accuracy.items()},
         "parameters": f"{card.parameters:,}",
         "images": "{1} channels, {2} × {3} pixels".format(*card.golden.shape),
         "licence": card.licence,
@@ -60,7 +60,7 @@ def hub_readme(card: Card) -> str:
         header=header,
         name=card.name,
         attention=_attention(card),
-        optimizer=_optimizer(card),
+        optimizer=card.optimizer_name or "an optimizer",
         data=card.data,
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
         usage=usage,
@@ -68,10 +68,10 @@ def hub_readme(card: Card) -> str:
 
 
 def _header(card: Card) -> dict[str, Any]:
-    """What the hub reads: https://huggingface.co/docs/hub/model-cards."""
+    """The hub's metadata: https://huggingface.co/docs/hub/model-cards."""
     dataset = DATASETS.get(card.data, card.data.lower())
     metrics = [
-        {"type": "accuracy", "name": _spoken(key), "value": round(value, 6)}
+        {"type": "accuracy", "name": _in_words(key), "value": round(value, 6)}
         for key, value in card.accuracy.items()
     ]
     result = {
@@ -80,11 +80,9 @@ def _header(card: Card) -> dict[str, Any]:
         "metrics": metrics,
     }
     licence = card.licence.lower()
-    named = (
-        {"license": licence}
-        if LICENCE.fullmatch(licence)
-        else {"license": "other", "license_name": card.licence}
-    )
+    named = {"license": licence}
+    if not LICENCE.fullmatch(licence):
+        named = {"license": "other", "license_name": card.licence}
     return {
         **named,
         "library_name": "timm",
@@ -105,11 +103,7 @@ def _attention(card: Card) -> str:
     return f"whose attention projections ({card.projections}) are orthonormal {how}, as in {paper}"
 
 
-def _optimizer(card: Card) -> str:
-    return str(card.optimizer.get("class_path", "an optimizer")).rpartition(".")[2]
-
-
-def _spoken(key: str) -> str:
-    """ "test/accuracy_top5" as "test accuracy (top 5)"."""
+def _in_words(key: str) -> str:
+    """The name of a metric as text: "test accuracy (top 5)" for "test/accuracy_top5"."""
     words = key.replace("/", " ")
     return words.replace("_top5", " (top 5)").replace("_", " ")

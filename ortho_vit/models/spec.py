@@ -1,6 +1,6 @@
-"""What a model is: the one description that a classifier, a card, a run checkpoint and the command line share.
+"""The description of a model that a classifier, a card, a run checkpoint and the command line share.
 
-Adding an option of a model means adding a field here and using it in `orthogonalize`.
+To add an option of the model, add a field here and use it in `orthogonalize`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class ModelSpec:
     """Everything needed to build a model, and nothing about how it is trained.
 
     Args:
-        name: the architecture, one of the zoo's or of timm's; with a tag, the weights that it starts from.
+        name: the architecture, of the zoo or of timm; with a tag, the weights to start from.
         constraint: see `orthogonalize`, as for `projections`, `preserve` and `scale`.
         num_classes: None for the architecture's default.
         arguments: further arguments of the architecture, such as depth or drop_path_rate.
@@ -49,10 +49,9 @@ class ModelSpec:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "ModelSpec":
-        """The model in the options of a classifier, or in a run's hyper-parameters; options of the training are ignored.
+        """The model described by a classifier's options or a run's hyper-parameters; training options are ignored.
 
-        `model_kwargs` holds the arguments.  `projections`, `preserve` and `scale` may stand among them, where version 0.1
-        had them.
+        `model_kwargs` has the arguments.  As in version 0.1, it may also have `projections`, `preserve` and `scale`.
         """
         own = {f.name: options[f.name] for f in dataclasses.fields(cls) if f.name in options}
         arguments = dict(options.get("model_kwargs") or own.pop("arguments", None) or {})
@@ -92,13 +91,13 @@ class ModelSpec:
         return dataclasses.replace(self, **changes)
 
     def choose(self, constraint: Choice, **others: Any) -> "ModelSpec":
-        """The description with other options of the attention; "default" and None leave an option as it is."""
+        """The description with other options of the attention; "default" and None keep an option."""
         others = {name: value for name, value in others.items() if value is not None}
         return self.replace(constraint=resolve(constraint, self.constraint), **others)
 
 
 def resolve(choice: Choice, default: Constraint) -> Constraint:
-    """The constraint that a keyword asks for."""
+    """The constraint that a keyword stands for."""
     if choice == "default":
         return default
     return None if choice == "none" else choice

@@ -1,12 +1,12 @@
-"""Weights: where they are found, how they are read, and how they are fitted to a model.
+"""Weights: finding, reading and writing them, and fitting them to a model.
 
 Trained weights of the zoo are `<architecture>.<tag>.safetensors`, each with its card `<architecture>.<tag>.json`.  They are
-looked for in the folder or at the address that the environment variable ORTHO_VIT_CHECKPOINTS names, then among those that
-come with the package.  From an address (https://...) they are downloaded into torch.hub's cache.
+searched for in the folder or at the address in the environment variable ORTHO_VIT_CHECKPOINTS, then among those that come
+with the package.  From an address (https://...) they are downloaded into torch.hub's cache.
 
-Run checkpoints (`.ckpt`) and plain state dicts are read with `weights_only=True`.  Nothing is unpickled.  Weights are used
-if their sha256 is the card's, and if names, shapes and types fit the model and every number is finite; where they were
-trained on the manifold, if they are on it.  Otherwise a `CheckpointError` says in one line what is wrong.
+Run checkpoints (`.ckpt`) and plain state dicts are read with `weights_only=True`; no code in them is executed.  Weights are
+loaded only if their sha256 is the card's, names, shapes and types fit the model, every number is finite, and weights
+trained on the manifold are on it.  Otherwise a one-line `CheckpointError` says what is wrong.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def export_folder() -> Path:
-    """Where new weights are written by default: ORTHO_VIT_CHECKPOINTS, the repository's folder, or ./checkpoints."""
+    """The default folder for new weights: ORTHO_VIT_CHECKPOINTS, the repository's checkpoints/, or ./checkpoints."""
     place = os.environ.get("ORTHO_VIT_CHECKPOINTS")
     return Path(place) if place and not _is_address(place) else output_folder()
 
@@ -64,7 +64,7 @@ def _is_address(source: str) -> bool:
 
 
 def is_place(source: str) -> bool:
-    """Whether `source` is a file, a folder or an address; the names of models look different."""
+    """Whether `source` is a file, a folder or an address, and not the name of a model."""
     endings = (".safetensors", ".json", *PICKLED)
     return source.endswith(endings) or "/" in source or os.sep in source or Path(source).is_file()
 
@@ -102,9 +102,13 @@ class Checkpoint:
         return cls(Card.from_json(card.read_bytes(), str(card)), weights)
 
     def read(self) -> dict[str, Tensor]:
-        """The weights, if they are the ones that the card describes."""
+        """The weights; raises CheckpointError if they are not those of the card."""
         data = self.weights.read_bytes()
-        _check_hash(data, self.card, str(self.weights))
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != self.card.sha256:
+            raise CheckpointError(
+                f"{self.weights}: sha256 is {digest}, but its card says {self.card.sha256}: truncated or changed"
+            )
         try:
             return safetensors.torch.load(data)
         except safetensors.SafetensorError as error:
@@ -112,7 +116,7 @@ class Checkpoint:
 
 
 def available(source: Source | None = None) -> list[str]:
-    """The names of the checkpoints in a folder; by default of ORTHO_VIT_CHECKPOINTS and of those with the package."""
+    """The names of the checkpoints in a folder; by default in ORTHO_VIT_CHECKPOINTS and in the package."""
     return sorted({name for place in _places(source) for name in _names_in(place)})
 
 
@@ -126,9 +130,9 @@ def _names_in(place: Source) -> list[str]:
 
 
 def find_checkpoint(name: Source, source: Source | None = None) -> Checkpoint:
-    """The checkpoint called architecture.tag, or the one in a file, a folder or at an address.
+    """The checkpoint named architecture.tag, or the one in a file, in a folder or at an address.
 
-    A name is looked for in `source`, a folder, file or address; by default see the top of this file.
+    A name is searched for in `source`, a folder, file or address; the top of this file describes the default.
     """
     name = os.fspath(name)
     if source is None and _is_address(name):
@@ -138,9 +142,8 @@ def find_checkpoint(name: Source, source: Source | None = None) -> Checkpoint:
     places = _places(source)
     for place in places:
         if place.endswith((".safetensors", ".json")):
-            return _named(
-                Checkpoint.open(place) if not _is_address(place) else _fetch(*_split_address(place)), name
-            )
+            found = _fetch(*_split_address(place)) if _is_address(place) else Checkpoint.open(place)
+            return _named(found, name)
         if name in _names_in(place):
             return _named(Checkpoint.open(Path(place) / f"{name}.json"), name)
     addresses = [place for place in places if _is_address(place)]
@@ -182,25 +185,17 @@ def _fetch(address: str, name: str) -> Checkpoint:
     return Checkpoint(card, weights)
 
 
-def _check_hash(data: bytes, card: Card, source: str) -> None:
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != card.sha256:
-        raise CheckpointError(
-            f"{source}: sha256 is {digest}, but its card says {card.sha256}: truncated or changed"
-        )
-
-
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
 def staged(path: Path) -> Path:
-    """Where a new version of `path` waits until weights and card are both complete."""
+    """The temporary path of a new version of `path`, until weights and card are both complete."""
     return path.with_name(f".{path.name}.new")
 
 
 @contextlib.contextmanager
 def only_writer(weights: Path) -> Iterator[None]:
-    """Within it no other process writes weights of this name; raises CheckpointError where one does already."""
+    """A context in which no other process writes weights of this name; raises CheckpointError if one does already."""
     path, file = weights.with_name(f".{weights.stem}.lock"), None
     while file is None:
         try:
@@ -222,8 +217,8 @@ def only_writer(weights: Path) -> Iterator[None]:
 def publish(weights: Path) -> None:
     """Replace weights and card by their staged versions.
 
-    The old card goes first, so that new weights never lie beside it.  A kill in between leaves the rest staged, and
-    `finish_exports` calls this again.
+    The old card is removed first, so that it never describes new weights.  If the process is killed in between, the
+    rest stays staged and `finish_exports` completes it.
     """
     card = weights.with_suffix(".json")
     if staged(weights).exists():
@@ -233,11 +228,11 @@ def publish(weights: Path) -> None:
 
 
 def finish_exports(folder: Path) -> None:
-    """Complete what a killed export has left: a staged card says that its weights are complete too."""
+    """Complete exports that were killed: where a card is staged, its weights are complete too."""
     for card in folder.glob(".*.json.new"):
         weights = folder / f"{card.name.removeprefix('.').removesuffix('.json.new')}.safetensors"
         try:
-            with contextlib.suppress(CheckpointError), only_writer(weights):  # or its export is still running
+            with contextlib.suppress(CheckpointError), only_writer(weights):  # unless the export still runs
                 if card.exists():
                     publish(weights)
         except OSError as error:
@@ -255,12 +250,12 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {path}" + (": it is a folder" if path.is_dir() else ""))
     try:
-        with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
+        with warnings.catch_warnings(action="ignore"):  # about pickles, which are refused anyway
             _check_records(path)
             content = torch.load(path, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # damaged input raises many kinds; torch's own advice is to execute the file
+    except Exception as error:  # damaged files raise many types; torch's message suggests weights_only=False
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             what = f"it holds more than tensors and plain values: it asks for {found[1]}"
             raise CheckpointError(f"{path} is refused: {what}") from error
@@ -272,7 +267,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 
 
 def _check_records(path: Path) -> None:
-    """Raise for compressed records, and for checksums that are wrong: torch writes neither, and checks neither."""
+    """Raise for compressed records and wrong checksums: torch never writes the former and does not check the latter."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -285,9 +280,9 @@ def _check_records(path: Path) -> None:
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state dict of a model, from safetensors, from a plain state dict, or from a run checkpoint.
+    """The state dict in a safetensors file, a plain state dict or a run checkpoint, and the run's hyper-parameters.
 
-    With it the run's hyper-parameters, which are empty for other files.
+    The hyper-parameters of other files are empty.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -320,8 +315,8 @@ def load_weights(
 ) -> list[str]:
     """Load weights of the same architecture, and return the names of the head's parameters if it stays untrained.
 
-    Positions, patches and channels are resampled to the model's.  The head is left as it is where the number of classes
-    differs.  `orthonormal` says that they were trained on the manifold, so being off it means damage.
+    Position embeddings, patches and channels are resampled to the model's sizes.  A head for another number of classes is
+    not loaded.  `orthonormal` states that the weights were trained on the manifold, so weights off it are damaged.
     """
     own = model.state_dict()
     fitted = _fit(dict(weights), model, own, source)
@@ -339,7 +334,7 @@ def load_weights(
 
 
 def _config(model: nn.Module, key: str) -> list[str]:
-    """An entry of timm's configuration that names layers: one, several or none."""
+    """An entry of timm's configuration that names one, several or no layers, as a list."""
     value = (getattr(model, "pretrained_cfg", None) or {}).get(key) or ()
     return [value] if isinstance(value, str) else list(value)
 
@@ -351,12 +346,12 @@ def _is_head_of(model: nn.Module, name: str) -> bool:
 def _fit(
     weights: dict[str, Tensor], model: nn.Module, own: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
-    """The weights at the model's number of channels and, by timm's rules, size of patches and number of positions."""
+    """The weights resampled to the model's channels and, by timm's rules, its patch size and number of positions."""
     for conv in _config(model, "first_conv"):
         key = f"{conv}.weight"
         if key in weights and key in own and weights[key].ndim == own[key].ndim == 4:
             weights[key] = spread_channels(weights[key], own[key].shape[1])
-    # timm would take these for keys that hold the state dict
+    # timm would read the state dict from under these keys
     nested = {"model", "state_dict", "encoder"} & weights.keys()
     if not isinstance(model, VisionTransformer) or nested:
         return weights
@@ -370,9 +365,9 @@ def _fit(
 
 
 def spread_channels(weight: Tensor, channels: int) -> Tensor:
-    """A convolution over `channels` inputs with the same output for an image that is equal in every channel.
+    """The weight for `channels` input channels, with the same output for images whose channels are all equal.
 
-    timm's `adapt_input_conv` does not keep that output for two channels, and only starts from three.
+    timm's `adapt_input_conv` changes that output for two channels, and only converts from three.
     """
     before = weight.shape[1]
     if channels <= before:
@@ -429,7 +424,7 @@ def check_manifold(model: nn.Module, weights: Mapping[str, Tensor], source: str)
 
 @torch.no_grad()
 def project_rounded(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Project the constrained parameters whose weights were stored in float16 or bfloat16: rounding took them off."""
+    """Project the constrained parameters whose weights were stored in float16 or bfloat16, which rounds them."""
     for name, parameter in stiefel_parameters(model):
         if name in weights and weights[name].dtype not in TOLERANCE:
             X = parameter.matrices()

@@ -10,10 +10,10 @@
     ortho_vit_small_patch16_224     224×224    16      384     12       6      4        22 M   DeiT's
     ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
 
-Each is timm's `VisionTransformer`, registered with timm, as are our optimizers.  Besides timm's own keywords each takes
-those of `create_model`; there `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
+Each is timm's `VisionTransformer` and is registered with timm, as are our optimizers.  Each takes timm's keywords and those
+of `create_model`; `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
 
-Tags are looked up when a model is created, so that importing this module does not look at the disk.  The price is that
+Tags are looked up when a model is created, so importing this module does not read the disk.  Therefore
 `timm.list_models(pretrained=True)` does not list our weights; `ortho_vit.list_models(pretrained=True)` does.
 """
 
@@ -158,7 +158,7 @@ def list_models(filter: str = "*", pretrained: bool = False) -> list[str]:
 
 
 def _checkpoint_for(name: str, pretrained: bool, source: Source | None) -> Checkpoint | None:
-    """The weights that a name asks for, if they are ours."""
+    """The checkpoint that a name refers to, or None where timm has the weights or none are wanted."""
     if name.startswith(("hf-hub:", "local-dir:")):
         return None
     architecture, _, tag = name.partition(".")
@@ -201,10 +201,10 @@ def load_checkpoint(
 ) -> nn.Module:
     """Build the card's model and load its weights (unless `weights` is False).
 
-    The model is constrained as its card says.  Another `constraint`, `projections`, `preserve` or `scale` (see
-    `orthogonalize`) replaces that after the weights are loaded; `constraint=None` makes every parameter free.  Other
-    keywords go to timm and override the card's: `num_classes` gives a new head, `img_size` resamples the position
-    embedding, `in_chans` adapts the first convolution to other channels.  `verify` checks the card's logits first.
+    The model is constrained as its card says, unless `constraint`, `projections`, `preserve` or `scale` (see
+    `orthogonalize`) say otherwise; these are applied after the weights are loaded, and `constraint=None` makes every
+    parameter free.  Other keywords are timm's and override the card's: `num_classes` gives a new head, `img_size`
+    resamples the position embedding, `in_chans` adapts the first convolution.  `verify` checks the card's logits first.
     """
     trained = checkpoint.card.spec.choose(constraint, projections=projections, preserve=preserve, scale=scale)
     num_classes = kwargs.pop("num_classes", trained.num_classes)
@@ -217,9 +217,9 @@ def load_checkpoint(
 
 
 def verify_checkpoint(checkpoint: Checkpoint | Source) -> float:
-    """The largest difference between the logits on a card and those of its weights, loaded and run on this machine.
+    """The largest difference between the logits on a card and those that its weights give on this machine.
 
-    Takes what `find_checkpoint` takes.  Raises CheckpointError for weights that are not what their card says.
+    Accepts what `find_checkpoint` accepts.  Raises CheckpointError if the difference is above 1e-3.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = find_checkpoint(checkpoint)
@@ -227,18 +227,18 @@ def verify_checkpoint(checkpoint: Checkpoint | Source) -> float:
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """The model of a description, untrained; a tag in its name gives the architecture of that card."""
+    """The untrained model of a description; with a tag in its name, the architecture on that card."""
     return create_model(spec.name, **_choice(spec), **spec.keywords)
 
 
 def build_from(
     spec: ModelSpec, weights: str, on_manifold: Callable[[Mapping[str, Any]], bool] = lambda run: False
 ) -> tuple[nn.Module, bool]:
-    """The model of a description with weights to start from, and whether its head is untrained.
+    """The model of a description with initial weights, and whether its head is untrained.
 
     `weights` are trained weights with a card (a name, a file, a folder or an address), timm's weights by their name, or a
-    file of weights alone: a .safetensors file, a state dict, a run checkpoint.  Weights of a run are refused if they are off
-    the manifold and `on_manifold`, asked with the hyper-parameters of the run, says that its training kept them on it.
+    file without a card: safetensors, a state dict or a run checkpoint.  `on_manifold` tells from a run's hyper-parameters
+    whether its training kept the weights on the manifold; if so, weights off it raise CheckpointError.
     """
     if _is_file_alone(weights):
         model = build(spec)
@@ -277,7 +277,7 @@ def _choice(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _load(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[nn.Module, list[str]]:
-    """The model of a description with a checkpoint's weights, and the names of its head's parameters if it is untrained."""
+    """The model of a description with a checkpoint's weights, and the names of the head's untrained parameters."""
     card, trained = checkpoint.card, checkpoint.card.spec
     model = orthogonalize(_build_for(card, spec), **trained.attention, init="keep")
     head = load_weights(model, checkpoint.read(), card.name, orthonormal=True)
@@ -327,7 +327,7 @@ def _build_ours(
     overlay: dict[str, Any] | None = None,
     hub: dict[str, Any] | None = None,
 ) -> VisionTransformer:
-    """A model of the zoo; with the configuration of a hub's folder, its weights too."""
+    """A model of the zoo; with the configuration of a hub folder, also its weights."""
     cfg = resolve_pretrained_cfg(name, hub, overlay)
     arguments = {**SIZES[name], **{key: value for key, value in kwargs.items() if value is not None}}
     image, patch = arguments.get("img_size") or cfg.input_size[-1], arguments["patch_size"]
@@ -376,7 +376,7 @@ def _from_hub(
     projections: Projections = "qk",
     **kwargs: Any,
 ) -> nn.Module:
-    """A model of a hub's folder that names an architecture of ours, as version 0.1 wrote them."""
+    """A model from a hub folder that names an architecture of ours, as version 0.1 exported them."""
     model = _build_ours(name, kwargs, hub=cfg if pretrained else None)
     init: Any = "keep" if pretrained else "polar"
     orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
@@ -386,7 +386,7 @@ def _from_hub(
 
 
 def _register_optimizers() -> None:
-    """Let `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")` know ours; timm imports one when it is asked for."""
+    """Register our optimizers for `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")`; timm imports them lazily."""
     for name in OPTIMIZERS:
         adaptive = "Adam" in name or "Muon" in name
         info = OptimInfo(
