@@ -109,11 +109,12 @@ def _curve(
     if by_epoch:
         epochs = sorted(by_epoch)
         values = [by_epoch[epoch] for epoch in epochs]
-        means, lowest, highest = ([*map(f, values)] for f in (statistics.fmean, min, max))
+        means = [*map(statistics.fmean, values)]
         colour, line = colour or _colour(row), line or LINES[row.constraint]
         marker = "o" if len(epochs) == 1 else None
         axis.plot(epochs, means, label=row.label, color=colour, ls=line, lw=1.4, marker=marker)
         if max(map(len, values)) > 1:
+            lowest, highest = [*map(min, values)], [*map(max, values)]
             axis.fill_between(epochs, lowest, highest, color=colour, alpha=0.13, lw=0)
 
 
