@@ -38,12 +38,12 @@ from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
 from ortho_vit.training.classifier import Classifier, check_classes
-from ortho_vit.training.hyperparameters import HyperParameters
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
 from ortho_vit.training.reporting import (
     History,
+    HyperParameters,
     LearningRates,
     StartLines,
     TensorBoard,
@@ -175,7 +175,7 @@ class CommandLine(DeferredCLI):
             return
         self._preloaded = Preloaded(Path(path), partial(_stored, subcommand=subcommand))
         if subcommand == "fit":
-            refuse_to_lose_steps(path)
+            refuse_to_lose_steps(Path(path), self._preloaded.content.get("global_step", 0))
             self._compare(path)
         self._take_over(self._preloaded.content["hyper_parameters"], path)
 

@@ -37,7 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, preloaded: "Preloaded | None" = None) -> None:
         super().__init__()
-        self.loaded: Path | None = None  # what was read last
+        self.loaded: Path | None = None  # the file that was read last, and its step
+        self.loaded_step = 0
         self._preloaded = preloaded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -50,8 +51,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.loaded = Path(path)
         preloaded, self._preloaded = self._preloaded, None
         if preloaded is not None and preloaded.is_current(self.loaded) and str(map_location) == "cpu":
-            return preloaded.content
-        return read_checkpoint(path, map_location)
+            checkpoint = preloaded.content
+        else:
+            checkpoint = read_checkpoint(path, map_location)
+        self.loaded_step = checkpoint.get("global_step", 0)
+        return checkpoint
 
 
 class Preloaded:
@@ -192,7 +196,7 @@ class Checkpoints(Checkpoint):
                 f"Continue it with --ckpt_path {last}, or choose another folder: {_other_folder(trainer)}"
             )
         if resumed is not None:
-            refuse_to_lose_steps(resumed)
+            refuse_to_lose_steps(resumed, self._io.loaded_step)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._validating:
@@ -278,16 +282,15 @@ class Checkpoints(Checkpoint):
         self._validating = state_dict.get("validating", False)
 
 
-def refuse_to_lose_steps(resumed: str | Path) -> None:
-    """Raise UsageError where the run has a `last.ckpt` of more steps, which resuming from an earlier one would replace."""
-    resumed = Path(resumed)
+def refuse_to_lose_steps(resumed: Path, step: int) -> None:
+    """Raise UsageError if the run has a `last.ckpt` of more steps than `resumed`, which is of `step`: it would be replaced."""
     last = resumed.with_name("last.ckpt")
     if not last.is_file() or last.samefile(resumed):
         return
-    steps, kept = (read_checkpoint(path).get("global_step", 0) for path in (resumed, last))
-    if kept > steps:
+    kept = read_checkpoint(last).get("global_step", 0)
+    if kept > step:
         raise UsageError(
-            f"{resumed} is of step {steps:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
+            f"{resumed} is of step {step:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
             f"--ckpt_path {last}, or start a new run from its weights with --model.weights {resumed}"
         )
 

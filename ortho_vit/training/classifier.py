@@ -63,6 +63,7 @@ SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 NUMERICS = 2  # the version of the training arithmetic: runs continue to the same bits within one version
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 Kind = type | tuple[type, ...]
+Prepared = tuple[Optimizer, dict[str, Any] | None]  # an optimizer, and Lightning's configuration of its scheduler
 
 
 class Classifier(L.LightningModule):
@@ -172,9 +173,7 @@ class Classifier(L.LightningModule):
             )
         self._optimizer, self._param_groups = optimizer, param_groups or []
         self._scheduler, self._interval = scheduler, scheduler_interval
-        made = self.make_optimizer()  # whatever is wrong with it is known before any data is read
-        if scheduler is not None:
-            self._scheduler_config(made)
+        self._prepared: Prepared | None = self._prepare()  # now, so that errors come before any data is read
 
         top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
@@ -388,13 +387,32 @@ class Classifier(L.LightningModule):
             above = 0 if first in ("norm", "fc_norm", "attn_pool") or is_head(first) else depth + 1
         return self.layer_decay**above
 
-    def configure_optimizers(self) -> Any:
+    def _prepare(self) -> Prepared:
+        """The optimizer and its scheduler; the default one is None, as it depends on the length of the run."""
         optimizer = self.make_optimizer()
-        if self._scheduler is None:
-            factor = self._warmup_cosine()
-            schedule: dict[str, Any] = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
+        return optimizer, None if self._scheduler is None else self._scheduler_config(optimizer)
+
+    def _take_prepared(self) -> Prepared:
+        """What was built with the model, for the first fit.  It is rebuilt if other parameters are to be trained since.
+
+        It is also rebuilt if it has a state already, as Adagrad has: the model may have moved to another device or precision.
+        """
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[0].state:
+            return self._prepare()
+        held = {id(p) for group in prepared[0].param_groups for p in group["params"]}
+        trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
+        return prepared if held == trainable else self._prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and spawned processes build their own optimizer: a scheduler cannot be pickled."""
+        return self.__dict__ | {"_prepared": None}
+
+    def configure_optimizers(self) -> Any:
+        optimizer, schedule = self._take_prepared()
+        if schedule is None:
+            schedule = {"scheduler": LambdaLR(optimizer, self._warmup_cosine()), "interval": "step"}
         else:
-            schedule = self._scheduler_config(optimizer)
             watched = getattr(schedule["scheduler"], "watches", None)
             self._require(
                 watched is None or self.trainer.enable_validation,

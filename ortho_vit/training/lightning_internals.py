@@ -6,12 +6,13 @@ names of LightningCLI in `ortho_vit.cli.lightning_cli`, and `fit_loop.batch_idx`
 not import this package.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch import Tensor
 from torch.optim import Optimizer
@@ -111,6 +112,18 @@ def averaged_model(callback: WeightAveraging) -> AveragedModel:
 
 
 # ---------------------------------------------------------------------------------------------- torch and torchmetrics
+
+
+def write_hyper_parameters(logger: TensorBoardLogger, values: dict[str, Any], metrics: Iterable[str]) -> None:
+    """Write values for TensorBoard's HPARAMS page, beside metrics that the run logs.
+
+    The public `SummaryWriter.add_hparams` writes them to a log of their own, in a subfolder.
+    """
+    from torch.utils.tensorboard.summary import hparams  # on demand: it imports TensorBoard
+
+    writer = logger.experiment._get_file_writer()
+    for summary in hparams(values, dict.fromkeys(metrics, 0)):
+        writer.add_summary(summary)
 
 
 def expect_no_first_step(optimizer: Optimizer) -> None:

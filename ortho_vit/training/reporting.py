@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from ortho_vit.optim.audit import audit
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.training.checkpointing import is_trial
+from ortho_vit.training.lightning_internals import write_hyper_parameters
 
 COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
 
@@ -176,6 +177,40 @@ class LearningRates(LearningRateMonitor):
         if several and every and (trainer.global_step + 1) % every == 0:
             for logger in trainer.loggers:
                 logger.log_metrics({"lr": learning_rate(trainer)}, step=trainer.global_step)
+
+
+class HyperParameters(Callback):
+    """Writes the model's hyper-parameters, and other values of the run, to TensorBoard's HPARAMS page, which compares runs.
+
+    Lightning's logger does so only together with a metric of its own at step 0; this one lets the page use the run's curves.
+
+    Args:
+        others: further values, such as those of the data.
+    """
+
+    METRICS = ("val/accuracy", "val/loss", "train/loss", "orthogonality")  # the page shows their last values
+
+    def __init__(self, others: Mapping[str, Any] | None = None) -> None:
+        self.others = dict(others or {})
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        values = dict(flat(dict(pl_module.hparams) | self.others))
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                write_hyper_parameters(logger, values, self.METRICS)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Nested plain values with dotted names; `class_path` and `init_args` become the class's name and its arguments."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and "class_path" in value:
+            yield name, str(value["class_path"]).rpartition(".")[2]
+            yield from flat(value.get("init_args") or {}, f"{name}.")
+        elif isinstance(value, Mapping):
+            yield from flat(value, f"{name}.")
+        elif value is not None:
+            yield name, value if isinstance(value, bool | int | float) else str(value)
 
 
 class StartLines(Callback):
