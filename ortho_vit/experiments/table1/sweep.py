@@ -2,6 +2,9 @@
 
 Any number of sweeps may share a folder, on one machine or several: each takes whatever is neither done nor claimed.
 A sweep tries a run once; one that fails or is killed stays for the next sweep, which resumes it.
+
+This scheduler and the display in `progress.py` earn their lines as a table takes days: it is interrupted and resumed, shared
+by machines, and watched, without a cluster's tools.
 """
 
 import contextlib
