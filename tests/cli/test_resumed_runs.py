@@ -138,7 +138,7 @@ def test_names_of_changes_are_checked(folder, capsys):
     evaluate = ["test", "--config", "run.yaml", "--ckpt_path", "last", "--allow_changes", "data.seed"]
     refused(evaluate, "--allow_changes is for fit", capsys)
     Path("run.yaml").write_text(CONFIG + "allow_changes: data.seed\n")
-    refused(AGAIN, "write --allow_changes out, on the command line", capsys)
+    refused(AGAIN, "--allow_changes must be written in full, and on the command line", capsys)
 
 
 def test_damaged_changes_are_refused(folder, capsys):
