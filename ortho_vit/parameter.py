@@ -62,6 +62,7 @@ class StiefelParameter(nn.Parameter):
         return cut_free(self.detach(), self.rows)
 
     def _refuse_sharding(self, *_: Any) -> NoReturn:
+        """Raise an error where FSDP takes the parameter: it has no hook to refuse one, and would drop the constraint."""
         raise TypeError(
             f"a StiefelParameter of shape {tuple(self.shape)} cannot be sharded: FSDP would cut its blocks apart and drop "
             "the constraint; use DistributedDataParallel, with shard_stiefel=True in the optimizer"

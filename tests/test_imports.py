@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from tests.helpers.import_graph import BLOCK, PAGE, ROOT, draw, third_party, violations
+from tests.helpers.import_graph import BLOCK, PAGE, ROOT, draw, private_names, third_party, violations
 
 SCRIPT = """
 import json, sys
@@ -31,6 +31,23 @@ print(json.dumps({"light": light, "added": added, "touched": by_optimizers, "tab
 """
 NOT_FOR_ALL = {"sklearn", "tensorboard", "onnx", "onnxruntime", "gradio", "optuna", "transformers", "gensim"}
 DISTRIBUTIONS = {"PIL": "Pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}  # where the names differ
+
+# The only files that use private names of other libraries.  Those of `torch._foreach_*`, which torch's own optimizers are
+# written in, count as one.
+PRIVATE = {
+    "cli/lightning_cli.py": {"_actions"},  # and the methods of LightningCLI that it overrides
+    "data/sampling.py": {"_shutdown_workers"},
+    "models/zoo.py": {"_optim_factory"},
+    "optim/base.py": {"_foreach", "_guards"},
+    "optim/batching.py": {"_base", "_foreach"},
+    "optim/free.py": {"_foreach"},
+    "optim/momentum.py": {"_foreach"},
+    "parameter.py": {"_make_subclass", "_parameters"},
+    "training/lightning_internals.py": {
+        "_average_model", "_batches_that_stepped", "_data_fetcher", "_get_file_writer", "_opt_called", "_restart_stage",
+        "_should_accumulate", "_should_check_val_fx", "_signal_connector", "_update_count",
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +86,16 @@ def test_the_command_line_leaves_packages_that_few_commands_need_for_later(fresh
 
 def test_the_arrows_of_the_design_hold():
     assert violations() == []
+
+
+def test_private_names_of_other_libraries_are_used_in_few_files():
+    package = ROOT / "ortho_vit"
+    found = {str(path.relative_to(package)): private_names(path) for path in package.rglob("*.py")}
+    used = {
+        path: {"_foreach" if name.startswith("_foreach_") else name for name in names}
+        for path, names in found.items()
+    }
+    assert {path: names for path, names in used.items() if names} == PRIVATE
 
 
 def test_the_graph_in_contributing_is_the_packages():

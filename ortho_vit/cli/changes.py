@@ -1,7 +1,7 @@
-"""What changes what a run is: resuming with other data, another seed or precision is refused unless asked for by name.
+"""Changes of a run that is resumed: other data, another seed or precision must be allowed by name.
 
 The run's `config.yaml` says how it began.  Each change that was allowed, and each change of its length, which needs no
-permission, is one line of `changes.jsonl` beside it, so the two together say how the run is trained at any time.
+permission, is one line of `changes.jsonl` beside it.  Together they say how the run was trained at any step.
 """
 
 import copy
@@ -19,9 +19,9 @@ from ortho_vit.training.classifier import class_at
 FILE = "changes.jsonl"
 Changes = dict[str, tuple[Any, Any]]  # by key, as it is typed: the values before and now
 
-# Of a data module: where the data lies and how fast it comes, not what it is.
+# Options of a data module that may change: they say where the data is and how fast it is read, not what it is.
 FREE = ("root", "download", "num_workers", "device_resident", "predict_root", "class_names")
-# Of the trainer, with the value that null stands for.
+# Options of the trainer that may change only by permission, with the value that null stands for.
 TRAINER = {
     "precision": "32-true",
     "accumulate_grad_batches": 1,
@@ -30,7 +30,7 @@ TRAINER = {
     "limit_train_batches": 1.0,
     "overfit_batches": 0.0,
 }
-LENGTHS = ("max_epochs", "max_steps")  # of the trainer: a run may become longer
+LENGTHS = ("max_epochs", "max_steps")  # options of the trainer that may change: a run may become longer
 PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -49,7 +49,7 @@ def changed(config: dict[str, Any], changes: list[dict[str, Any]]) -> dict[str, 
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set what is typed as `--key`: an option, or the data with all of its options."""
+    """Set the value of the option `--key`, which may be the data module with all its options."""
     group, _, option = key.partition(".")
     if group == "data" and not option:
         config["data"] = value if isinstance(value, dict) else {"class_path": value}
@@ -62,7 +62,7 @@ def _set(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def find_changes(run: Path, config: dict[str, Any]) -> Changes:
-    """How a configuration differs from that of a run in what the run is."""
+    """The options that `flat` lists and in which a configuration differs from that of a run."""
     stored = current_config(run)
     before, now = flat(stored), flat(config)
     keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
@@ -73,7 +73,7 @@ def find_changes(run: Path, config: dict[str, Any]) -> Changes:
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """What a run is, by keys as they are typed, such as `data.batch_size`; defaults are filled in."""
+    """The options that define a run, by the names that users type, such as `data.batch_size`, with their defaults."""
     data, trainer = config["data"], config.get("trainer") or {}
     cls = class_at(data["class_path"], L.LightningDataModule, "a data module")
     arguments = _defaults(cls) | (data.get("init_args") or {})
@@ -92,7 +92,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """The defaults of a class's options, also of those it passes on: earlier versions had fewer of them."""
+    """The defaults of a class's options and of those of its base classes: earlier versions had fewer of them."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         for name, parameter in inspect.signature(base.__init__).parameters.items():  # type: ignore[misc]
@@ -102,7 +102,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def check_changes(changes: Changes, allowed: list[str], path: str) -> None:
-    """Raise UsageError for changes that were not asked for, and for names of nothing that may change."""
+    """Raise UsageError for changes that are not allowed, and for names in `allowed` that cannot change."""
     for key in allowed:
         if not (key in ("seed_everything", "data") or key.startswith(("data.", "trainer."))):
             known = [*changes, "seed_everything", "data", *(f"trainer.{name}" for name in TRAINER)]
@@ -146,5 +146,5 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is damaged ({error}); mend it, or remove it if nothing was changed"
+            f"{path} is damaged ({error}); repair it, or remove it if nothing was changed"
         ) from error

@@ -1,4 +1,4 @@
-"""What stands behind an argument: the files that a configuration builds on, and the card of trained weights.
+"""Expands arguments: a configuration into the files that it builds on, trained weights into what their card describes.
 
     base: [../parts/cifar10.yaml, ../parts/sgd.yaml]     # relative to the file that says so; may name bases themselves
     model: {constraint: within}
@@ -9,8 +9,8 @@ in this way, so it gets one for each file.
     python train.py test    --weights NAME                       the data set that the weights were trained on
     python train.py predict --weights NAME --pictures FOLDER     images of one's own
 
-`--weights` becomes the configuration that the card of the weights describes.  A card may have been downloaded: of the
-classes that it names, only data modules of this package are built.
+`--weights` becomes the configuration that the card of the weights describes.  A card may have been downloaded, so only data
+modules of this package are built from it.
 """
 
 from collections.abc import Iterator
@@ -122,7 +122,8 @@ def _read_node(path: Path) -> yaml.MappingNode:
 def _count_values(node: yaml.Node, path: Path, counts: dict[yaml.Node, int]) -> int:
     """How many values a node stands for, its aliases written out.
 
-    A file of nine lines can stand for a billion values by aliases of aliases; the parser would write them all out.
+    It earns its lines by files that others wrote: by aliases of aliases, nine lines stand for a billion values, all of which
+    the parser would write out.
     """
     if node not in counts:
         counts[node] = 0  # until it is known

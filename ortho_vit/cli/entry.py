@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         from ortho_vit.demo import main as demo
 
         return demo(arguments[1:])
-    gc.disable()  # what the imports create stays, so looking for garbage in it only takes time: a quarter of the start
+    gc.disable()  # the imports create no garbage, and searching for it takes a quarter of the start-up time
     try:
         from ortho_vit.cli.main import main as run
     finally:
@@ -89,10 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep the memory that a training step frees for the next one; whether it does.
+    """Let glibc keep the memory that a training step frees for the next step.  Returns whether it does.
 
-    Otherwise the system clears every page it hands out again: on a CPU up to a tenth of a small model's step.  Results
-    are the same to the bit.  Settings of the user's own and other allocators are left alone.
+    It earns its lines on a CPU, where clearing pages that were returned to the system takes up to a tenth of a small model's
+    step.  Results are the same to the bit.  The user's own MALLOC_ settings and other allocators are left alone.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return False
@@ -101,14 +101,14 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # not glibc; TypeError: Windows
         return False
     options = (-3, -1)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
-    kept = [mallopt(option, 2**25) for option in options]  # which every glibc accepts
+    kept = [mallopt(option, 2**25) for option in options]  # every glibc accepts this threshold
     for option in options:
-        mallopt(option, 2**30)  # which serves better
+        mallopt(option, 2**30)  # better, but not accepted by every version
     return all(kept)
 
 
 def _exit_quietly_on_signals() -> None:
-    """Until the command line handles signals itself: the imports take seconds, in which Ctrl-C would print a traceback."""
+    """Exit without a traceback on Ctrl-C during the imports, which take seconds; later the command line handles signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: os._exit(128 + number))

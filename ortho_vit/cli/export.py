@@ -4,7 +4,7 @@
 
 RUN is the folder of a run or one of its checkpoints; `best` stands for the newest run below runs/.
 The weights are those that `test` would use, averaged ones where the run averaged them.  The data set is that of the run's
-`config.yaml`; its test set gives the accuracy and the pictures whose logits go on the card.
+`config.yaml`; its test set gives the accuracy and, if asked for, the images on the card.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from torch import Tensor
 from ortho_vit.cli.changes import changed, read_changes
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.from_run import ROOT, newest_checkpoint
-from ortho_vit.cli.messages import explain, options_of
+from ortho_vit.cli.lightning_cli import options_of
+from ortho_vit.cli.messages import explain
 from ortho_vit.cli.run_folder import config_beside, read_config, read_run
 from ortho_vit.data.augment import to_pixels
 from ortho_vit.errors import UsageError
@@ -38,8 +39,8 @@ from ortho_vit.resources import checkpoints_folder
 from ortho_vit.training.classifier import Classifier, check_classes, class_at, stored_classes
 from ortho_vit.training.reporting import StartLines, named_for, summary
 
-PICTURES = 8
-# Of a data module, and no part of the recipe
+IMAGES = 8  # on a card
+# options of a data module that are not part of the recipe
 PLACES = ("download", "num_workers", "predict_root", "class_names")
 TRAINER = (
     "max_epochs", "max_steps", "max_time", "devices", "num_nodes", "precision", "accumulate_grad_batches",
@@ -64,16 +65,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--name", help="architecture.tag, or the tag alone")
     add(
         "--folder",
-        help="where to (default: ORTHO_VIT_CHECKPOINTS, the repository's checkpoints/ or ./checkpoints)",
+        help="the folder to write to (default: ORTHO_VIT_CHECKPOINTS, the repository's checkpoints/ or ./checkpoints)",
     )
     add("--overwrite", choices=("true", "false"), default="false", help="replace weights of that name")
     add("--config", metavar="FILE", help="the run's config.yaml, where it is not beside the checkpoint")
-    add(
-        "--data.root", dest="root", metavar="FOLDER", help="where the data lie, if not where the run had them"
-    )
+    add("--data.root", dest="root", metavar="FOLDER", help="where the data is, if it has moved since the run")
     add(
         "--data.class_names", dest="class_names", metavar="MAPPING", type=_mapping,
-        help="what classes are called, by their folders, where the data calls them otherwise: '{red_apple: apple}'",
+        help="the names of classes by their folders, if they differ from those of the run: '{red_apple: apple}'",
     )  # fmt: skip
     add("--licence", default="unknown", help="of the weights, such as MIT or CC-BY-4.0 (default: unknown)")
     add(
@@ -94,7 +93,7 @@ def _mapping(text: str) -> dict[str, str]:
 
 
 class Export:
-    """Parses and checks; `run` measures and writes."""
+    """The constructor parses and checks; `run` measures the accuracy and writes the weights."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.options = options = parse(arguments)
@@ -142,7 +141,7 @@ class Export:
         results = named_for(self.data, dict(results))
         accuracy = {name: value for name, value in results.items() if "accuracy" in name}
         asked = self.options.golden_images == "true"
-        pixels, labels = sample(self.data, PICTURES) if asked else (None, [])
+        pixels, labels = sample(self.data, IMAGES) if asked else (None, [])
         written = save_checkpoint(
             self.model.model,
             self.name,
@@ -167,14 +166,14 @@ class Export:
         print(summary(rows | {"weights": str(written), "measure it": self._command()}), flush=True)
 
     def _command(self) -> str:
-        """What measures the accuracy again: by name from the repository's folder, otherwise by path."""
+        """The command that measures the accuracy again: by name in the repository's folder, otherwise by path."""
         own = self.target.parent.resolve() == checkpoints_folder().resolve()
         return f"{program()} test --weights {self.name if own else shlex.quote(str(self.target))}"
 
     def _recipe(self) -> dict[str, Any]:
-        """What, besides model and optimizer, it takes to train it again, by the keys of a configuration.
+        """The options, besides those of model and optimizer, with which to train it again, as in a configuration.
 
-        Where the run was changed on the way, these are the last values, and `changes` has those before, by step.
+        If options were changed during the run, these are the last values, and `changes` has the earlier ones, by step.
         """
         data, trainer = self.config["data"], self.config.get("trainer") or {}
         arguments = {k: v for k, v in (data.get("init_args") or {}).items() if k not in PLACES}
@@ -182,7 +181,9 @@ class Export:
             del arguments["root"]  # a place on one machine
         on_the_card = {"optimizer", *self.spec.options()}
         model = {k: v for k, v in self.hparams.items() if k not in on_the_card and v is not None}
-        if start := (self.config.get("model") or {}).get("weights"):  # which a resumed run has no more
+        if start := (self.config.get("model") or {}).get(
+            "weights"
+        ):  # the hyper-parameters of a resumed run have none
             model["weights"] = Path(start).name
         recipe = {
             "seed_everything": self.config.get("seed_everything"),
@@ -220,9 +221,9 @@ def _model(checkpoint: dict[str, Any], path: str) -> Classifier:
 
 
 def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:
-    """The test set's first picture of each class, at most `count` of them, as pixels; and their labels."""
+    """The test set's first image of each class, at most `count` of them, as pixels, and their labels."""
     found: dict[int, Tensor] = {}
-    for image, label in _test_pictures(data):
+    for image, label in _test_images(data):
         found.setdefault(label, image)
         if len(found) == min(count, len(data.classes)):
             break
@@ -230,6 +231,6 @@ def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:
     return to_pixels(images, data.mean, data.std), list(found)
 
 
-def _test_pictures(data: Any) -> Iterable[tuple[Tensor, int]]:
+def _test_images(data: Any) -> Iterable[tuple[Tensor, int]]:
     for images, labels in data.test_dataloader():
         yield from zip(images, labels.tolist(), strict=True)

@@ -50,7 +50,7 @@ def find_checkpoint(path: str, folder: Path, subcommand: str) -> str | None:
 
 
 def newest_checkpoint(path: str, folder: Path, subcommand: str) -> str | None:
-    """The same, where the newest run below `folder` may have any name."""
+    """The same for a run of any name: `best` and `last` are those of the newest run anywhere below `folder`."""
     return _find(path, folder, "**/checkpoints", subcommand)
 
 

@@ -1,8 +1,9 @@
-"""Every private name of LightningCLI that the command line uses, under public names.
+"""Every private name of LightningCLI and argparse that the command line uses, under public names.
 
-The tests are those of `ortho_vit.training.lightning_internals`, which has the names that training uses.
+`tests/training/test_lightning_internals.py` tests those of LightningCLI, `tests/cli/test_bad_inputs.py` that of argparse.
 """
 
+import argparse
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -11,10 +12,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 
 class DeferredCLI(LightningCLI):
-    """LightningCLI that parses and instantiates when it is made, and runs its sub-command when `run_subcommand` is called.
+    """A LightningCLI whose constructor parses and instantiates, and whose `run_subcommand` runs the sub-command.
 
-    LightningCLI runs at once, unless it has no sub-commands.  What its own reading of a checkpoint's hyper-parameters does,
-    our `parse_arguments` does itself.
+    The constructor of LightningCLI runs the sub-command too.  It also reads the hyper-parameters of a checkpoint, which our
+    `parse_arguments` does instead.
     """
 
     def run_subcommand(self) -> None:
@@ -35,3 +36,8 @@ class DeferredCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         return super()._instantiate_trainer(config, [*callbacks, *self.last_callbacks(config)])
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """All options that a parser knows, such as --config; argparse lists them only as a help text."""
+    return [option for action in parser._actions for option in action.option_strings]

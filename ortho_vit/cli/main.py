@@ -1,7 +1,7 @@
 """The command line: LightningCLI with a default sub-command, composed configurations and errors of one line.
 
-`main` returns the exit code: 0, 2 for what is wrong with the command line or a configuration (found before anything is
-written), 1 for what goes wrong in a run, 130 and 143 for what Ctrl-C or SIGTERM has stopped.  ORTHO_VIT_TRACEBACK=1
+`main` returns the exit code: 0 for success, 2 for a mistake in the command line or a configuration (found before anything is
+written), 1 for an error during a run, 130 and 143 for a command that Ctrl-C or SIGTERM has stopped.  ORTHO_VIT_TRACEBACK=1
 shows where an error came from.
 """
 
@@ -29,8 +29,8 @@ from ortho_vit.cli.compose import config_files, expand, expand_card, refuse_clas
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
 from ortho_vit.cli.from_run import expand_run, find_checkpoint
-from ortho_vit.cli.lightning_cli import DeferredCLI
-from ortho_vit.cli.messages import explain, options_of
+from ortho_vit.cli.lightning_cli import DeferredCLI, options_of
+from ortho_vit.cli.messages import explain
 from ortho_vit.cli.run_folder import classes_of, read_config, read_run, removed_if_empty, run_of, with_spec
 from ortho_vit.cli.zoo import COMMANDS, Zoo
 from ortho_vit.errors import UsageError
@@ -38,12 +38,12 @@ from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
 from ortho_vit.training.classifier import Classifier, check_classes
-from ortho_vit.training.hyperparameters import HyperParameters
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
 from ortho_vit.training.reporting import (
     History,
+    HyperParameters,
     LearningRates,
     StartLines,
     TensorBoard,
@@ -62,7 +62,7 @@ SUBCOMMANDS = ("fit", "validate", "test", "predict", "export", *COMMANDS)
 
 
 class SaveConfig(SaveConfigCallback):
-    """Keeps the configuration beside what it produced; a resumed run has it already."""
+    """Writes the configuration into the folder of a run; a resumed run has it already."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = trainer.log_dir
@@ -71,7 +71,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class CommandLine(DeferredCLI):
-    """Parses and instantiates; `run` does what the sub-command says."""
+    """The constructor parses and instantiates; `run` runs the sub-command."""
 
     trainer: Trainer
     model: Classifier
@@ -83,11 +83,11 @@ class CommandLine(DeferredCLI):
         self._chosen, self._arguments = arguments[0], arguments
         self._is_new = False  # whether a folder has to be created for the run
         self._created: Path | None = None  # that folder
-        self._data: Any = None  # where it was needed for the number of classes
+        self._data: Any = None  # the data module, if the number of classes had to be taken from it
         self._preloaded: Preloaded | None = None  # the checkpoint that is resumed or evaluated
         self._allowed: list[str] = []  # changes of a run that is resumed
         self._changes: Changes = {}
-        self._step = 0  # of the checkpoint
+        self._step = 0  # the step of the checkpoint
         if self._chosen not in SUBCOMMANDS:
             raise UsageError(f"unknown sub-command {self._chosen!r}; there are {', '.join(SUBCOMMANDS)}")
         quiet = {"exit_on_error": False}
@@ -107,36 +107,21 @@ class CommandLine(DeferredCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The one that was chosen: preparing the others would take as long again, each."""
+        """Only the sub-command that was chosen: each of the others would take as long again to prepare."""
         return {self._chosen: LightningCLI.subcommands()[self._chosen]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--name", type=str | None, default=None, help="the folder of the run, below default_root_dir"
-        )
-        parser.add_argument(
-            "--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end"
-        )
-        parser.add_argument(
+        add = partial(parser.add_argument, type=str | None, default=None)
+        add("--name", help="the folder of the run, below default_root_dir")
+        add("--test_after_fit", type=bool, default=False, help="test the best checkpoint at the end")
+        add(
             "--allow_changes",
-            type=str | None,
-            default=None,
             help="options that may differ from those of the run that is resumed: data.batch_size,trainer.precision",
         )
         if self._chosen != "fit":
-            parser.add_argument(
-                "--weights",
-                type=str | None,
-                default=None,
-                help="trained weights, whose card names model and data",
-            )
+            add("--weights", help="trained weights, whose card names model and data")
         if self._chosen == "predict":
-            parser.add_argument(
-                "--pictures",
-                type=str | None,
-                default=None,
-                help="a folder of images, or one image; needs --weights",
-            )
+            add("--pictures", help="a folder of images, or one image; needs --weights")
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(OrthogonalityMonitor, "orthogonality")
         parser.add_lightning_class_args(AttentionImages, "images")
@@ -153,10 +138,10 @@ class CommandLine(DeferredCLI):
         self._parse(parser, expand_run(expand_card(expand(args), subcommand), subcommand))
         config = self.config[subcommand]
         if config.get("weights") or config.get("pictures"):  # abbreviated, or in a file
-            raise UsageError("write --weights and --pictures out, on the command line")
+            raise UsageError("--weights and --pictures must be written in full, and on the command line")
         if config.allow_changes:
             raise UsageError(
-                "write --allow_changes out, on the command line: a file would allow them for ever"
+                "--allow_changes must be written in full, and on the command line: a file would allow the changes for ever"
             )
         if allowed and subcommand != "fit":
             raise UsageError(f"--allow_changes is for fit with --ckpt_path, not for {subcommand}")
@@ -175,12 +160,12 @@ class CommandLine(DeferredCLI):
             return
         self._preloaded = Preloaded(Path(path), partial(_stored, subcommand=subcommand))
         if subcommand == "fit":
-            refuse_to_lose_steps(path)
+            refuse_to_lose_steps(Path(path), self._preloaded.content.get("global_step", 0))
             self._compare(path)
         self._take_over(self._preloaded.content["hyper_parameters"], path)
 
     def _compare(self, path: str) -> None:
-        """Refuse to resume as another run than the `config.yaml` beside the checkpoint describes."""
+        """Raise UsageError if the configuration differs from the `config.yaml` beside the checkpoint, unless allowed."""
         config, run = self.config["fit"], run_of(path)
         if run is None or config.get("data") is None:
             return
@@ -247,7 +232,7 @@ class CommandLine(DeferredCLI):
         if config.model.num_classes is None:
             described = config.data.as_dict()
             data = instantiate_class((), described)
-            # The parser builds objects among the arguments
+            # it is used for training too, unless some arguments are objects, which only the parser builds
             if "class_path" not in str(described.get("init_args")):
                 self._data = data
             if not hasattr(data, "num_classes"):
@@ -257,7 +242,7 @@ class CommandLine(DeferredCLI):
             config.model.num_classes = data.num_classes
 
     def instantiate_classes(self) -> None:
-        """The data module is built once: the parser leaves it out where it is there already."""
+        """Instantiate the classes, except for a data module that was built already."""
         config = self.config[self.subcommand]
         self._described = described = config.data
         if self._data is not None:
@@ -300,7 +285,7 @@ class CommandLine(DeferredCLI):
         return callbacks
 
     def _values(self) -> dict[str, Any]:
-        """What the model's hyper-parameters do not say about a run."""
+        """The values of a run that are not hyper-parameters of the model."""
         config = self.config[self.subcommand]
         trainer = {key: config.trainer[key] for key in ("max_epochs", "max_steps", "precision")}
         return {"seed": config.seed_everything, "data": self._described.as_dict(), "trainer": trainer}
@@ -373,7 +358,7 @@ class CommandLine(DeferredCLI):
             )
 
     def _claim_folder(self, checkpoints: Checkpoints) -> None:
-        """Before anything is written, and before other processes are started; they ask this one where to write."""
+        """Create and lock the folder of the run, before anything is written and before other processes are started."""
         logger, trainer = self.trainer.logger, self.trainer
         if self._is_new:
             assert isinstance(logger, TensorBoardLogger)
@@ -408,10 +393,12 @@ class CommandLine(DeferredCLI):
         self._say(f"{writer.count} predictions in {writer.target}{source}")
 
     def stopped(self, stop: Stopped) -> str:
-        """Where training has stopped, and how to continue it."""
+        """One line that says where training has stopped, and how to continue it."""
         if stop.step is None or stop.steps is None:
             launcher = self.trainer.strategy.launcher
-            if launcher is not None:  # not agreed with the processes that were started: they would wait
+            if (
+                launcher is not None
+            ):  # the processes that it has started do not know, and would wait for this one
                 launcher.kill(signal.SIGTERM)
             return _named(stop)
         line = f"stopped at step {stop.step:,} of {stop.steps:,}"
@@ -419,7 +406,7 @@ class CommandLine(DeferredCLI):
         return f"{line}; continue with {_continuing(self._arguments, last)}" if last else line
 
     def exit_code(self, stop: Stopped) -> int:
-        """Lightning kills the process that has started others if one of these ends with an error before it."""
+        """The exit code of a stopped process: 0 if another one has started it, which Lightning would kill otherwise."""
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         launched = isinstance(environment, LightningEnvironment) and not self.trainer.is_global_zero
         return 0 if launched and stop.step is not None else 128 + stop.signum
@@ -436,7 +423,7 @@ class CommandLine(DeferredCLI):
         if any(True for _ in self.model.model.parameters()) and self.model.hparams["constraint"] is not None:
             rows["orthogonality error"] = f"{orthogonality_error(self.model.model):.1e}"
         if self.model.steps.skipped:
-            rows["steps left out"] = f"{self.model.steps.skipped}, not finite"
+            rows["steps skipped"] = f"{self.model.steps.skipped}, not finite"
         checkpoint = checkpoint or self.config_init[self.subcommand].checkpoints.best_path
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)
@@ -447,7 +434,7 @@ class CommandLine(DeferredCLI):
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise UsageError for values that Lightning reports by a division by zero, or not at all."""
+    """Raise UsageError for values that Lightning does not check, or only by a division by zero."""
     endless = trainer.max_epochs in (None, -1) and trainer.max_steps == -1
     if endless and not trainer.fast_dev_run:
         raise UsageError(
@@ -462,7 +449,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_evaluation(subcommand: str, config: Any) -> None:
-    """Refuse to evaluate nothing, before the training that comes first."""
+    """Raise UsageError, before any training, if the evaluation has no batches."""
     part = {"fit": "test" if config.test_after_fit else None, "validate": "val"}.get(subcommand, subcommand)
     if part is None:
         return
@@ -493,7 +480,7 @@ def launched_processes(devices: Any, num_nodes: int) -> dict[str, int]:
 
 
 def _name_of(files: list[Path]) -> str:
-    """A run is called as its first configuration file, with the folders it lies in below `configs`."""
+    """The name of a run: that of its first configuration file, with its folders below `configs`."""
     if not files:
         return "run"
     parts = Path(os.path.normpath(files[0].with_suffix(""))).parts
@@ -503,7 +490,7 @@ def _name_of(files: list[Path]) -> str:
 
 
 def _stored(path: str, subcommand: str) -> dict[str, Any]:
-    """A checkpoint of ours; to resume it, one with an optimizer."""
+    """Read the checkpoint of a run; to resume it, it must hold the state of an optimizer."""
     checkpoint = read_run(path)
     if subcommand == "fit" and not checkpoint.get("optimizer_states"):
         raise UsageError(
@@ -513,7 +500,7 @@ def _stored(path: str, subcommand: str) -> dict[str, Any]:
 
 
 def _carry_over(ours: dict[str, Any], stored: dict[str, Any]) -> None:
-    """How the work is shared among ranks is this run's choice, not the checkpoint's."""
+    """Keep this command's `shard_stiefel`, which says how ranks share the work, instead of the checkpoint's."""
     now = ours["optimizer"].get("init_args", {})
     if "shard_stiefel" in now:
         stored["optimizer"].setdefault("init_args", {})["shard_stiefel"] = now["shard_stiefel"]
@@ -532,7 +519,7 @@ def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, 
 
 
 def _end(command: Any, stop: Stopped) -> int:
-    """Say where a command was stopped; the exit code."""
+    """Print where a command was stopped.  Returns the exit code."""
     running = isinstance(command, CommandLine)  # and not still being parsed
     first = command.trainer.is_global_zero if running else os.environ.get("LOCAL_RANK", "0") == "0"
     line = command.stopped(stop) if running else _named(stop)
@@ -546,7 +533,7 @@ def _named(stop: Stopped) -> str:
 
 
 def _continuing(arguments: list[str], checkpoint: Path) -> str:
-    """The command that goes on from a checkpoint, from the arguments of the one that was stopped."""
+    """The command that continues from a checkpoint, made from the arguments of the command that was stopped."""
     _, kept = take_option(arguments, "--ckpt_path")
     start = program()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -555,14 +542,14 @@ def _continuing(arguments: list[str], checkpoint: Path) -> str:
 
 
 def _command(arguments: list[str]) -> Any:
-    """What the arguments ask for, parsed."""
+    """The command that the arguments name, parsed."""
     if arguments[0] == "export":
         return Export(arguments[1:])
     return Zoo(arguments) if arguments[0] in COMMANDS else CommandLine(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; the exit code."""
+    """Run a command and return its exit code."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with signals.handled(), warnings.catch_warnings(), quiet_writer():
@@ -585,5 +572,5 @@ def main(arguments: list[str]) -> int:
             return _end(command, stop)
         finally:
             if dist.is_available() and dist.is_initialized():
-                dist.destroy_process_group()  # while everything it needs is there; at exit it may not be
+                dist.destroy_process_group()  # at exit, what it needs may be gone
     return 0

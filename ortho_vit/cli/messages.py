@@ -1,11 +1,10 @@
-"""The errors of the parser on one line: what is wrong, and what to type instead.
+"""The parser's errors on one line: what is wrong, and what to type instead.
 
-jsonargparse reports an error as text, up to a page of it, and has no exceptions to tell its cases apart.  The patterns below
-are therefore those of its wording (4.52 and later), one for each mistake that users make; a message that none of them knows
-is shown whole, on one line.
+jsonargparse reports an error as text, up to a page long, without exception types that tell the cases apart.  This file earns
+its length by the mistakes that users make most: each has one pattern of jsonargparse's wording (4.52 and later).  Any other
+message is shown whole, on one line.
 """
 
-import argparse
 import importlib
 import inspect
 import re
@@ -20,7 +19,7 @@ EXAMPLES = {
     "trainer.logger": "lightning.pytorch.loggers.CSVLogger",
     "": "ortho_vit.optim.StiefelSGD",
 }
-CALLED_ELSEWHERE = {
+OTHER_NAMES = {  # of options, in other libraries
     "lr_scheduler": "model.scheduler",
     "scheduler": "model.scheduler",
     "optimizer": "model.optimizer",
@@ -35,12 +34,12 @@ CALLED_ELSEWHERE = {
 
 
 def explain(message: str, options: Iterable[str]) -> str:
-    """A message of the parser on one line; `options` are the ones that it knows, such as "--model.name"."""
+    """A message of the parser on one line; `options` are those that the parser knows, such as "--model.name"."""
     keys = re.findall(r'Parser key "([^"]+)":', message)  # from the outside in
     key, options = ".".join(keys), list(options)
     if match := re.search(r"unrecognized arguments: (\S+)", message):
         name = match[1].partition("=")[0]
-        return f"unknown argument {match[1]}{_called_here(name) or _hint(name, options)}"
+        return f"unknown argument {match[1]}{_other_name(name) or _hint(name, options)}"
     if match := re.search(r"does not accept option '([^']+)'", message):
         return f"unknown key {match[1]!r}{_hint(match[1], [o.removeprefix('--') for o in options])}"
     if match := re.search(r"Option '([^']+)' is not accepted", message):
@@ -103,11 +102,11 @@ def _wrong_class(key: str, path: str, problem: str) -> str:
     return f"{key}: {path!r} cannot be used here: {reason}; give a class such as {_example(key)}"
 
 
-def _called_here(option: str) -> str:
-    """A hint for an option by its usual name elsewhere."""
+def _other_name(option: str) -> str:
+    """A hint for an option that other libraries call by this name."""
     word = option.removeprefix("--").removeprefix("model.").removeprefix("data.")
     name, dot, rest = word.partition(".")
-    return f"; did you mean --{CALLED_ELSEWHERE[name]}{dot}{rest}?" if name in CALLED_ELSEWHERE else ""
+    return f"; did you mean --{OTHER_NAMES[name]}{dot}{rest}?" if name in OTHER_NAMES else ""
 
 
 def _hint(word: str, known: list[str]) -> str:
@@ -126,8 +125,3 @@ def _parameters(class_path: str) -> list[str]:
         return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
     except (ImportError, AttributeError, ValueError):
         return []
-
-
-def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """All options that a parser knows, such as --config; argparse lists them only as a help text."""
-    return [option for action in parser._actions for option in action.option_strings]

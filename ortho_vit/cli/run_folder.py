@@ -28,7 +28,9 @@ def read_run(path: str) -> dict[str, Any]:
     stored = checkpoint.get("hyper_parameters")
     weights = checkpoint.get("state_dict")
     if not isinstance(stored, dict) or not isinstance(weights, dict) or "name" not in stored:
-        raise UsageError(f"{path} is no checkpoint of a run: if it holds weights, give it as --model.weights")
+        raise UsageError(
+            f"{path} is not a checkpoint of a run: if it holds weights, give it as --model.weights"
+        )
     model = {key: value for key, value in stored.items() if not key.startswith("_")}
     return checkpoint | {"hyper_parameters": with_spec(model, path)}
 
@@ -44,7 +46,7 @@ def classes_of(weights: str) -> list[str] | None:
 
 
 def with_spec(model: dict[str, Any], source: str) -> dict[str, Any]:
-    """The options of a classifier, with each option of the model in its own place where version 0.1 had it elsewhere."""
+    """The options of a classifier; those that version 0.1 kept in `model_kwargs` get their own place."""
     try:
         return model | ModelSpec.from_options(model).options()
     except (TypeError, ValueError) as error:
@@ -67,7 +69,7 @@ def config_beside(path: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A configuration as a run writes it: whole, without bases."""
+    """Read a configuration that a run has written, which is complete and has no bases."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -82,7 +84,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def removed_if_empty(created: Path | None, trainer: L.Trainer) -> Iterator[None]:
     """Remove the folder that was created for a run if the run fails before its first step.
 
-    There is nothing in it to continue or to look at.  Several processes may still use it, so theirs stays.
+    It holds nothing to continue or to look at.  The folder of a run with several processes stays: some may still use it.
     """
     try:
         yield

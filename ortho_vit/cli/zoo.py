@@ -28,7 +28,7 @@ from ortho_vit.training.reporting import as_table, summary
 
 
 class Zoo:
-    """One of the commands of this file, parsed; `run` does it."""
+    """One of the commands of this file, parsed; `run` runs it."""
 
     def __init__(self, arguments: list[str]) -> None:
         name, *rest = arguments
@@ -145,7 +145,7 @@ def onnx(options: argparse.Namespace) -> None:
 
 
 def _stage(text: str) -> None:
-    """Say what is being done, beside the result on the standard output."""
+    """Print the progress to the standard error; the standard output has the result."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -217,6 +217,8 @@ class _Array:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Reads arrays and plain values.  It earns its lines as most copies of CIFAR are pickles, which could run any code."""
+
     def find_class(self, module: str, name: str) -> Any:
         # bound methods, which a pickle cannot change
         known: dict[tuple[str, str], Callable[..., Any] | None] = {

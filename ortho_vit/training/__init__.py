@@ -1,4 +1,4 @@
-"""Training: the LightningModule, its callbacks and the command line."""
+"""Training: the LightningModule, its callbacks, and the checkpoints of runs."""
 
 from ortho_vit.training.checkpointing import AtomicCheckpointIO, Checkpoints
 from ortho_vit.training.classifier import Classifier

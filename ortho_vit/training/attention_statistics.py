@@ -1,4 +1,4 @@
-"""What the heads of a model do while it trains: the size of their logits, and the spectrum of W^Q, W^K and of their product.
+"""Statistics of the heads of a model while it trains: the size of their logits, the spectra of W^Q, W^K and their product.
 
     logit_max        the largest logit q·k/√d_k over the images, queries and keys
     entropy          of the attention probabilities, mean over images and queries; log N nats where all N keys get the same
@@ -29,29 +29,29 @@ Statistics = dict[str, Tensor]  # each (heads,)
 class AttentionStatistics(Callback):
     """Measures every head after the last batch of each epoch, and logs `attention/<statistic>/<attention>.<head>`.
 
-    Logits and entropies are of the last images the model was trained on, evaluated once more.  They are left out where the
-    attention is not timm's own, whose queries and keys can be read.  `latest` has what was measured last, for `Recorder`.
+    Logits and entropies are those of the last training images, evaluated once more.  They are measured only for timm's own
+    attention, whose queries and keys can be read.  `latest` has the last values, for `Recorder`.
 
     Args:
-        images: how many images.
+        images: the number of images.
     """
 
     def __init__(self, images: int = 32) -> None:
         if images < 1:
             raise ValueError(f"AttentionStatistics: images must be at least 1, got {images}")
         self.images = images
-        self.latest: dict[str, dict[str, list[float]]] = {}  # attention: statistic: a value for each head
-        self._seen: Tensor | None = None
+        self.latest: dict[str, dict[str, list[float]]] = {}  # by attention and statistic: one value per head
+        self._last_images: Tensor | None = None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Before any callback's `on_train_epoch_end`, where the values are read."""
-        seen = batch[0] if self._seen is None else torch.cat([self._seen, batch[0][-self.images :]])
-        self._seen = seen[-self.images :].clone()
+        previous = [] if self._last_images is None else [self._last_images]
+        self._last_images = torch.cat([*previous, batch[0][-self.images :]])[-self.images :].clone()
         if not trainer.is_last_batch:
             return
-        measured = attention_statistics(pl_module.model, self._seen)  # type: ignore[arg-type]
+        measured = attention_statistics(pl_module.model, self._last_images)  # type: ignore[arg-type]
         self.latest = {
             path: {
                 name: [float(f"{value:.5g}") for value in values.tolist()] for name, values in heads.items()

@@ -1,9 +1,9 @@
 """Checkpoints that a kill cannot damage: `last.ckpt` and `best.ckpt`, each complete at any time.
 
 They are written at the end of an epoch, after validation, and every `every_n_steps` optimizer steps within one, never
-between two batches whose gradients are being accumulated: from any of them a run continues exactly as it would have.
-A run that a signal stops writes one where it stops; from one that was written within a validation, a run begins with that
-validation.  While a run goes on, no other can write into its folder.
+between two batches whose gradients are being accumulated.  From any of them a run continues exactly as if it had not been
+interrupted.  A run that a signal stops writes one where it stops; if that is within a validation, the resumed run begins
+with this validation.  While a run is active, no other process can write into its folder.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, preloaded: "Preloaded | None" = None) -> None:
         super().__init__()
-        self.loaded: Path | None = None  # what was read last
+        self.loaded: Path | None = None  # the file that was read last, and its step
+        self.loaded_step = 0
         self._preloaded = preloaded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -50,15 +51,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.loaded = Path(path)
         preloaded, self._preloaded = self._preloaded, None
         if preloaded is not None and preloaded.is_current(self.loaded) and str(map_location) == "cpu":
-            return preloaded.content
-        return read_checkpoint(path, map_location)
+            checkpoint = preloaded.content
+        else:
+            checkpoint = read_checkpoint(path, map_location)
+        self.loaded_step = checkpoint.get("global_step", 0)
+        return checkpoint
 
 
 class Preloaded:
-    """A checkpoint that is read before the trainer asks for it, and the state of its file then.
+    """A checkpoint that is read before the trainer asks for it, and the state of its file at that time.
 
     Args:
-        read: what reads it.
+        read: the function that reads it.
     """
 
     def __init__(self, path: Path, read: Callable[[str], dict[str, Any]] = read_checkpoint) -> None:
@@ -81,9 +85,9 @@ class Checkpoints(Checkpoint):
     """Keeps `last.ckpt` and, where there is validation, `best.ckpt` in the run's folder `checkpoints`.
 
     Args:
-        monitor: the metric that says which one is best.
-        mode: whether more of it or less is better.
-        every_n_steps: write `last.ckpt` also every so many optimizer steps; null for ends of epochs only.
+        monitor: the metric that decides which checkpoint is best.
+        mode: whether a larger ("max") or a smaller ("min") value is better.
+        every_n_steps: write `last.ckpt` also every this many optimizer steps; null: only at the ends of epochs.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class Checkpoints(Checkpoint):
         self._lock = self._claimed = None
 
     def _claim_for_all(self, trainer: L.Trainer, folder: Path) -> None:
-        """One process claims the folder, and all raise the error if it cannot."""
+        """Claim the folder in the first process; if that fails, all processes raise the error."""
         problem = None
         if trainer.is_global_zero:
             try:
@@ -140,7 +144,7 @@ class Checkpoints(Checkpoint):
             raise RuntimeError(problem)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For processes that are spawned: the lock remains with the one that starts them."""
+        """The state for spawned processes, without the lock, which stays with the process that starts them."""
         return self.__dict__ | {"_lock": None, "preloaded": None}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -165,7 +169,7 @@ class Checkpoints(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The same, by the name under which Lightning brings it back from processes it has spawned."""
+        """The same path, under the name that Lightning copies back from spawned processes."""
         return str(self.best_path or "")
 
     @best_model_path.setter
@@ -179,8 +183,7 @@ class Checkpoints(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO(self.preloaded)
         self.preloaded = None
-        if stage == "fit" and not is_trial(trainer):
-            run = Path(trainer.log_dir or trainer.default_root_dir)
+        if stage == "fit" and (run := run_folder(trainer)):
             self._claim_for_all(trainer, run)
             self.folder = run / "checkpoints"
 
@@ -192,7 +195,7 @@ class Checkpoints(Checkpoint):
                 f"Continue it with --ckpt_path {last}, or choose another folder: {_other_folder(trainer)}"
             )
         if resumed is not None:
-            refuse_to_lose_steps(resumed)
+            refuse_to_lose_steps(resumed, self._io.loaded_step)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._validating:
@@ -205,7 +208,7 @@ class Checkpoints(Checkpoint):
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
         if not (due or _is_stopping(trainer)) or is_accumulating(trainer):
             return
-        if not (trainer.is_last_batch or validation_is_due(trainer)):  # skipped when resumed from here
+        if not (trainer.is_last_batch or validation_is_due(trainer)):  # a run resumed from here would skip it
             self._save(trainer, improved=False)
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -214,7 +217,7 @@ class Checkpoints(Checkpoint):
             self._save(trainer, improved=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Mid-epoch the weights are saved as they were measured; at its end together with the epoch."""
+        """Save a better model now if this is mid-epoch; at the end of an epoch, `on_train_epoch_end` does."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._validated = trainer.is_last_batch
@@ -236,7 +239,7 @@ class Checkpoints(Checkpoint):
             self._improves(trainer)  # raises, now that the epoch is saved
 
     def _improves(self, trainer: L.Trainer) -> bool:
-        """Whether what was just measured is the best so far, of equals the later; it is from now on."""
+        """Whether the last score is the best so far, or equal to it; it then becomes `best_score`."""
         if self.monitor not in trainer.callback_metrics:
             have = ", ".join(sorted(trainer.callback_metrics))
             raise ValueError(f"Checkpoints: monitor {self.monitor!r} is not measured; there are {have}")
@@ -248,7 +251,7 @@ class Checkpoints(Checkpoint):
         return improved
 
     def _save(self, trainer: L.Trainer, improved: bool) -> None:
-        """The better one first: killed in between, a run resumes from the older `last.ckpt` and comes here again."""
+        """Write `best.ckpt` first: a run that is killed before `last.ckpt` is written resumes from the older one."""
         if self.folder is None or (trainer.global_step == self._saved_step and not improved):
             return
         self._require_finite(trainer)
@@ -260,7 +263,7 @@ class Checkpoints(Checkpoint):
 
     @staticmethod
     def _require_finite(trainer: L.Trainer) -> None:
-        """Before a good checkpoint is replaced: a step may overflow where neither loss nor gradient does."""
+        """Raise DivergedError before a good checkpoint is replaced: weights may overflow where loss and gradient do not."""
         weights = trainer.lightning_module.state_dict()
         floating = {name: value for name, value in weights.items() if value.is_floating_point()}
         if not all_finite(list(floating.values())):
@@ -278,23 +281,22 @@ class Checkpoints(Checkpoint):
         self._validating = state_dict.get("validating", False)
 
 
-def refuse_to_lose_steps(resumed: str | Path) -> None:
-    """Raise UsageError where the run has a `last.ckpt` of more steps, which resuming from an earlier one would replace."""
-    resumed = Path(resumed)
+def refuse_to_lose_steps(resumed: Path, step: int) -> None:
+    """Raise UsageError if the run has a `last.ckpt` of a later step than `resumed`, which would be overwritten."""
     last = resumed.with_name("last.ckpt")
     if not last.is_file() or last.samefile(resumed):
         return
-    steps, kept = (read_checkpoint(path).get("global_step", 0) for path in (resumed, last))
-    if kept > steps:
+    kept = read_checkpoint(last).get("global_step", 0)
+    if kept > step:
         raise UsageError(
-            f"{resumed} is of step {steps:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
+            f"{resumed} is of step {step:,}, and to resume it would overwrite {last} of step {kept:,}.  Continue with "
             f"--ckpt_path {last}, or start a new run from its weights with --model.weights {resumed}"
         )
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """As `files.replacing`; an error says how much room the disk has."""
+    """`files.replacing`, with an error that says how much room the disk has."""
     try:
         with replacing(path, only_writer=True) as partial:
             yield partial
@@ -333,6 +335,11 @@ def _other_folder(trainer: L.Trainer) -> str:
 def is_trial(trainer: L.Trainer) -> bool:
     """Whether the run is a `fast_dev_run`, which leaves nothing behind."""
     return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def run_folder(trainer: L.Trainer) -> Path | None:
+    """The folder that a run writes into, or None for a `fast_dev_run`.  Every process must call this."""
+    return None if is_trial(trainer) else Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def _copy(source: Path, target: Path) -> None:

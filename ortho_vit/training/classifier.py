@@ -41,7 +41,7 @@ from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter, project_, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
 from ortho_vit.training.compile import compile_model, write_out_attention
-from ortho_vit.training.finite_steps import FiniteSteps, Seen
+from ortho_vit.training.finite_steps import BatchResult, FiniteSteps
 from ortho_vit.training.lightning_internals import (
     batches_per_epoch,
     begins_with_validation,
@@ -63,6 +63,9 @@ SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 NUMERICS = 2  # the version of the training arithmetic: runs continue to the same bits within one version
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 Kind = type | tuple[type, ...]
+Prepared = tuple[
+    Optimizer, dict[str, Any] | None
+]  # an optimizer, and Lightning's configuration of its scheduler
 
 
 class Classifier(L.LightningModule):
@@ -92,8 +95,8 @@ class Classifier(L.LightningModule):
             `[{match: "*.qkv.weight", lr: 0.01}, {match: ["*.bias", "*norm*"], weight_decay: 0}]`.
         layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
         freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
-        skip_nonfinite: leave out the optimizer steps whose loss or gradient is not finite, instead of stopping; a
-            hundred of them in a row still stop the run.
+        skip_nonfinite: skip the optimizer steps whose loss or gradient is not finite, instead of stopping; a hundred of
+            them in a row still stop the run.
         compile: run the model through `torch.compile`: a minute or so at the start, faster steps afterwards.
 
     Gradient clipping (`trainer.gradient_clip_val`) measures gradients as autograd gives them.  For a constrained block this
@@ -156,7 +159,9 @@ class Classifier(L.LightningModule):
         scheduler = scheduler and _as_factory(scheduler, SCHEDULERS, "a scheduler of torch or timm")
         self.save_hyperparameters()  # from the command line these are the parsed values already
         self.hparams.update({key: recipe for key, recipe in recipes.items() if recipe is not None})
-        self.hparams.update(spec.options())  # with what may stand in model_kwargs too in its own place
+        self.hparams.update(
+            spec.options()
+        )  # model_kwargs may hold some of these options too: each in its own place
 
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.warmup_epochs, self.layer_decay = warmup_epochs, layer_decay
@@ -172,9 +177,7 @@ class Classifier(L.LightningModule):
             )
         self._optimizer, self._param_groups = optimizer, param_groups or []
         self._scheduler, self._interval = scheduler, scheduler_interval
-        made = self.make_optimizer()  # whatever is wrong with it is known before any data is read
-        if scheduler is not None:
-            self._scheduler_config(made)
+        self._prepared: Prepared | None = self._prepare()  # now, so that errors come before any data is read
 
         top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
@@ -183,10 +186,10 @@ class Classifier(L.LightningModule):
         self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
         self.steps = FiniteSteps(skip_nonfinite)
         self._compile = compile
-        self.classes: list[str] | None = None  # the names of those it was trained on, where they are known
+        self.classes: list[str] | None = None  # the names of the classes it was trained on, if known
         self.new_seed = False  # whether a resumed run takes this process's seed instead of the checkpoint's
         self._seed: int | None = None
-        self._means: dict[str, Any] = {}  # of the epoch that a resumed run is in
+        self._means: dict[str, Any] = {}  # of the epoch that a resumed run continues
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -262,7 +265,7 @@ class Classifier(L.LightningModule):
         logits = self._logits(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         classes = labels if labels.dim() == 1 else labels.argmax(1)  # probabilities, with mixup or cutmix
-        self.steps.saw(Seen(batch_idx, loss.detach(), logits.detach(), classes))
+        self.steps.add(BatchResult(batch_idx, loss.detach(), logits.detach(), classes))
         self.log("train/loss_step", loss)
         self._log_means()
         return loss
@@ -278,7 +281,7 @@ class Classifier(L.LightningModule):
             self.log("train/skipped_steps", skipped, on_step=False, on_epoch=True, reduce_fx="max")
 
     def _logits(self, images: Tensor) -> Tensor:
-        """At least in float32, for the loss to have the precision of its mean."""
+        """The model's logits, at least in float32, so that the loss is as precise as its mean."""
         logits = self.model(images)
         return logits.to(working_dtype(logits.dtype))
 
@@ -286,15 +289,16 @@ class Classifier(L.LightningModule):
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         assert optimizer_closure is not None
-        first = [optimizer_closure()]  # the gradients must be there for the decision
+        losses = [optimizer_closure()]  # computed first, as `FiniteSteps` needs the gradients
 
         def closure() -> Any:
-            return first.pop() if first else optimizer_closure()
+            """The loss that is there already; an optimizer that evaluates the model again, as LBFGS does, gets a new one."""
+            return losses.pop() if losses else optimizer_closure()
 
         step = partial(super().optimizer_step, epoch, batch_idx, optimizer, closure)
-        for seen in self.steps.run(self, step):
-            self.train_loss.update(seen.loss, len(seen.labels))
-            self.train_accuracy.update(seen.logits, seen.labels)
+        for result in self.steps.run(self, step):
+            self.train_loss.update(result.loss, len(result.labels))
+            self.train_accuracy.update(result.logits, result.labels)
         self._log_skipped()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -307,7 +311,7 @@ class Classifier(L.LightningModule):
         """Update and log the metrics; returns the logits."""
         images, labels = batch
         logits = self._logits(images)
-        if len(labels):  # a rank may have none left, but takes part in the mean
+        if len(labels):  # a rank without images takes part in the mean too
             metrics.update(logits, labels)
         loss = F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
         self.log(loss_name, loss, batch_size=len(labels), sync_dist=True)
@@ -322,7 +326,7 @@ class Classifier(L.LightningModule):
     # ------------------------------------------------------------------------------ optimizer and schedule
 
     def make_optimizer(self) -> Optimizer:
-        """The optimizer of the parameters that are trainable now, in groups by learning rate and options."""
+        """Build the optimizer of the parameters that are trainable now, in groups by learning rate and options."""
         groups: dict[tuple[float, int], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -374,7 +378,7 @@ class Classifier(L.LightningModule):
         return len(self._param_groups)
 
     def _lr_scale(self, name: str) -> float:
-        """layer_decay to the number of layers above: the head has none, the embeddings have all blocks."""
+        """layer_decay to the power of the number of layers above: none for the head, all blocks for the embeddings."""
         if self.layer_decay == 1:
             return 1.0
         depth = len(getattr(self.model, "blocks", ()))
@@ -388,13 +392,32 @@ class Classifier(L.LightningModule):
             above = 0 if first in ("norm", "fc_norm", "attn_pool") or is_head(first) else depth + 1
         return self.layer_decay**above
 
-    def configure_optimizers(self) -> Any:
+    def _prepare(self) -> Prepared:
+        """The optimizer and its scheduler; the default one is None, as it depends on the length of the run."""
         optimizer = self.make_optimizer()
-        if self._scheduler is None:
-            factor = self._warmup_cosine()
-            schedule: dict[str, Any] = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
+        return optimizer, None if self._scheduler is None else self._scheduler_config(optimizer)
+
+    def _take_prepared(self) -> Prepared:
+        """What was built with the model, for the first fit; rebuilt if other parameters are trainable now.
+
+        An optimizer with an initial state, such as Adagrad, is rebuilt too: the model may have changed device or precision.
+        """
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[0].state:
+            return self._prepare()
+        held = {id(p) for group in prepared[0].param_groups for p in group["params"]}
+        trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
+        return prepared if held == trainable else self._prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and spawned processes build their own optimizer: a scheduler cannot be pickled."""
+        return self.__dict__ | {"_prepared": None}
+
+    def configure_optimizers(self) -> Any:
+        optimizer, schedule = self._take_prepared()
+        if schedule is None:
+            schedule = {"scheduler": LambdaLR(optimizer, self._warmup_cosine()), "interval": "step"}
         else:
-            schedule = self._scheduler_config(optimizer)
             watched = getattr(schedule["scheduler"], "watches", None)
             self._require(
                 watched is None or self.trainer.enable_validation,
@@ -423,7 +446,9 @@ class Classifier(L.LightningModule):
             raise ValueError(f"Classifier: scheduler: {error}") from error
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        if getattr(scheduler, "watches", None) is None:  # the others wait for the end of the epoch
+        if (
+            getattr(scheduler, "watches", None) is None
+        ):  # one that watches a metric advances at the end of the epoch
             scheduler.step()
 
     def _watching(self) -> list[Adapted]:
@@ -455,13 +480,13 @@ class Classifier(L.LightningModule):
             self._log_skipped()
 
     def _restore_means(self) -> None:
-        """Only now: `bf16-true` would have rounded them."""
+        """Restore the means of a resumed epoch, after the model was converted: `bf16-true` would have rounded them."""
         for name, states in self._means.items():
             restore(getattr(self, name), states, self.global_rank, self.trainer.world_size)
         self._means = {}
 
     def on_train_epoch_start(self) -> None:
-        """Not called where a run continues within an epoch, whose means go on."""
+        """Reset the means.  Lightning does not call this for a run that continues within an epoch."""
         self.train_loss.reset()
         self.train_accuracy.reset()
 
@@ -506,7 +531,7 @@ class Classifier(L.LightningModule):
             return None
 
     def check_checkpoint(self, checkpoint: dict[str, Any], source: str, data: Any = None) -> None:
-        """Raise ValueError for weights or a momentum that no run of ours has written, or classes that `data` lacks."""
+        """Raise ValueError for damaged weights or optimizer states, another model, or other classes than those of `data`."""
         check_classes(stored_classes(checkpoint), data, source)
         theirs, ours = checkpoint["state_dict"], self.state_dict()
         for name, x in ours.items():
@@ -593,7 +618,7 @@ def _seed_everything(*parts: int) -> None:
     torch.manual_seed(seed)
 
 
-# -------------------------------------------- the optimizer and the scheduler, as calls and as values
+# ------------------------------------------ optimizer and scheduler, from and to `class_path` and `init_args`
 
 
 def _patterns(choice: dict[str, Any]) -> list[str]:
@@ -603,14 +628,14 @@ def _patterns(choice: dict[str, Any]) -> list[str]:
 
 
 def _as_factory(value: Any, kind: Kind, what: str) -> Any:
-    """What builds the optimizer or the scheduler; `value` may also be its plain values."""
+    """A function that builds the optimizer or the scheduler, also from `class_path` and `init_args`."""
     if not isinstance(value, dict):
         return value
     return partial(class_at(value["class_path"], kind, what), **value.get("init_args", {}))
 
 
 def class_at(path: Any, kind: Kind, what: str) -> type:
-    """The class at a dotted path.  A file may name any: what is not of that kind is refused, not called."""
+    """The class at a dotted path.  A file may name anything, so a class of another kind is refused, not called."""
     module, _, name = str(path).rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The model made faster, in place: its names, its hooks and its checkpoints stay what they are."""
+"""Compiles a model in place: parameter names, hooks and checkpoints stay as they are."""
 
 import warnings
 
@@ -14,14 +14,14 @@ from ortho_vit.models.compact import ConvolutionalStem
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
-    """Compile the model for batches of a few fixed sizes; where nothing can be compiled, warn and leave it.
+    """Compile the model for batches of a few fixed sizes; if compilation does not work, warn and leave it.
 
-    Compiled, the last block of a ViT computes only the token that the classifier reads.  On a CPU the attention is
-    also written out: for the few tokens of a small image the fused kernel costs more than its matrix products; and a
-    convolutional stem stays as it is, as its convolutions are slower when compiled.
+    The compiled last block of a ViT computes only the token that the classifier reads.  On a CPU there are two further
+    changes: attention uses separate matrix products, as the fused kernel is slower for the few tokens of a small image, and
+    a convolutional stem is not compiled, as compilation makes its convolutions slower.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of torch, about itself
+        with warnings.catch_warnings(action="ignore"):  # torch's warnings about its own code
             torch.compile(torch.neg)(torch.zeros(1, device=device))  # needs a compiler and Python's headers
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -38,7 +38,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 
 
 def write_out_attention(model: nn.Module) -> None:
-    """Let timm's attention compute its matrix products one by one, instead of by torch's fused kernel.
+    """Let timm's attention compute separate matrix products, instead of calling torch's fused kernel.
 
     On a CPU the backward pass of the fused kernel is slow in bfloat16: for 65 tokens in 6 heads of 16 dimensions,
     forward and backward took 124 ms with it and 18 ms without, and without it is faster up to 1025 tokens at least.
@@ -57,18 +57,18 @@ class UncompiledStem(ConvolutionalStem):
 
 
 class LastBlock(Block):
-    """timm's block; compiled, it returns the class token alone, and does not compute the others.
+    """timm's block; when compiled, it computes and returns the class token only.
 
-    The classifier reads no other, so logits and gradients are the same.  It is worth its length: of the block's products
-    only keys and values remain, a sixth of them, so a model of four blocks takes a fifth less time.  Called uncompiled, it
-    is timm's.
+    The classifier reads no other token, so logits and gradients are the same.  It is worth its length: of the block's matrix
+    products only keys and values remain, a sixth, so a model of four blocks takes a fifth less time.  Without compilation
+    it is timm's block.
     """
 
     attn: Attention
 
     @classmethod
     def convert(cls, block: nn.Module) -> None:
-        """Turn a block of timm's into one, in place; one that differs from timm's standard block is left alone."""
+        """Convert timm's standard block in place; any other block is left alone."""
         if type(block) is Block and type(block.attn) is Attention and type(block.attn.qkv) is nn.Linear:
             block.__class__ = cls
 
@@ -79,7 +79,7 @@ class LastBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
     def _attend(self, x: Tensor) -> Tensor:
-        """What the first of the tokens `x` (B, N, d) attends to: (B, 1, d)."""
+        """The output of the attention for the first of the tokens `x` (B, N, d): (B, 1, d)."""
         attn, weight, bias = self.attn, self.attn.qkv.weight, self.attn.qkv.bias
         rows, heads = attn.attn_dim, (attn.num_heads, attn.head_dim)
         q = F.linear(x[:, :1], weight[:rows], None if bias is None else bias[:rows])

@@ -1,4 +1,4 @@
-"""Images for TensorBoard: where the class token looks, and how orthogonal the attention weights are."""
+"""Images for TensorBoard: what the class token attends to, and how orthogonal the attention weights are."""
 
 import contextlib
 import math
@@ -29,8 +29,8 @@ class AttentionImages(Callback):
     on the diagonal blocks that are orthonormal, and elsewhere how much heads overlap.
 
     Args:
-        every_n_epochs: how often; 0 for never.
-        pictures: how many images to draw maps of.
+        every_n_epochs: the number of epochs between two drawings; 0: never.
+        pictures: the number of images to draw attention maps of.
     """
 
     def __init__(self, every_n_epochs: int = 10, pictures: int = 4) -> None:
@@ -87,11 +87,11 @@ def attention_maps(model: nn.Module, images: Tensor) -> Tensor | None:
     with recorded_attention(model) as record:
         model.eval()(images)
     model.train(training)
-    looks = [attention[:, :, 0, model.num_prefix_tokens :].mean(1).float() for attention in record]
-    side = math.isqrt(looks[0].shape[-1]) if looks else 0
-    if not looks or any(each.shape[-1] != side * side for each in looks):
+    maps = [attention[:, :, 0, model.num_prefix_tokens :].mean(1).float() for attention in record]
+    side = math.isqrt(maps[0].shape[-1]) if maps else 0
+    if not maps or any(each.shape[-1] != side * side for each in maps):
         return None
-    return torch.stack(looks, 1).unflatten(-1, (side, side)).cpu()
+    return torch.stack(maps, 1).unflatten(-1, (side, side)).cpu()
 
 
 def draw_maps(images: Tensor, maps: Tensor, labels: Sequence[str]) -> "Figure":
@@ -104,14 +104,14 @@ def draw_maps(images: Tensor, maps: Tensor, labels: Sequence[str]) -> "Figure":
     size = (CELL * (len(blocks) + 1), CELL * len(images) + 0.3)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(images), len(blocks) + 1, squeeze=False)
-    for row, image, looks, label in zip(axes, images.float().cpu(), maps, labels, strict=True):
+    for row, image, attention, label in zip(axes, images.float().cpu(), maps, labels, strict=True):
         pixels = image if len(image) in (1, 3) else image[:1]
         pixels = pixels - pixels.amin()
         pixels = (pixels / pixels.amax().clamp_min(1e-12)).expand(3, -1, -1)
         row[0].imshow(pixels.permute(1, 2, 0).numpy())
         row[0].set_ylabel(label, fontsize=9)
         for axis, block in zip(row[1:], blocks, strict=True):
-            axis.imshow(looks[block].numpy(), cmap="gray", vmin=0)
+            axis.imshow(attention[block].numpy(), cmap="gray", vmin=0)
     for axis, title in zip(axes[0], ["image", *(f"block {block + 1}" for block in blocks)], strict=True):
         axis.set_title(title, fontsize=9)
     _without_ticks(figure)
@@ -144,7 +144,7 @@ def _without_ticks(figure: "Figure") -> None:
 
 @contextlib.contextmanager
 def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the attention probabilities of timm's blocks, which the fused kernel would not give out."""
+    """Collects the attention probabilities of timm's blocks, which the fused kernel does not return."""
     record: list[Tensor] = []
     fused, hooks = [], []
     for module in model.modules():
@@ -154,7 +154,7 @@ def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
             drop: nn.Module = module.attn_drop  # type: ignore[assignment]
             hooks.append(drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0])))
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code would pass over the hooks
+        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
             yield record
     finally:
         for module, was in fused:

@@ -6,12 +6,13 @@ names of LightningCLI in `ortho_vit.cli.lightning_cli`, and `fit_loop.batch_idx`
 not import this package.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch import Tensor
 from torch.optim import Optimizer
@@ -65,8 +66,8 @@ def count_finished_epoch_once(trainer: L.Trainer) -> None:
 def run_validation_again(trainer: L.Trainer) -> None:
     """Begin a run that was stopped within a validation with that validation; to be called in `on_train_start`.
 
-    Lightning by itself would go on behind the validation.  This is the way that it takes where its own checkpoint was
-    written within one, but from the first batch: the metrics of those before the stop are not part of a checkpoint.
+    By itself Lightning would continue after the validation.  This is what it does for a checkpoint that it has written
+    within a validation, but from the first batch: a checkpoint does not hold the metrics of the batches before the stop.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     total, current = loop.batch_progress.total, loop.batch_progress.current
@@ -99,7 +100,7 @@ def _register(connector: Any, install: Callable[[], None]) -> None:
 def set_callback_metric(trainer: L.Trainer, name: str, value: Tensor) -> None:
     """Add a number to `trainer.callback_metrics`, where other callbacks read it, without sending it to loggers again.
 
-    `log` would also reduce it over the batches of an epoch, which is not what an error that is measured now and then means.
+    `log` would also average it over the batches of an epoch, and an error that is measured every few steps has no such mean.
     """
     trainer.callback_metrics[name] = value
 
@@ -113,8 +114,20 @@ def averaged_model(callback: WeightAveraging) -> AveragedModel:
 # ---------------------------------------------------------------------------------------------- torch and torchmetrics
 
 
+def write_hyper_parameters(logger: TensorBoardLogger, values: dict[str, Any], metrics: Iterable[str]) -> None:
+    """Write values for TensorBoard's HPARAMS page, beside metrics that the run logs.
+
+    The public `SummaryWriter.add_hparams` writes them to a log of their own, in a subfolder.
+    """
+    from torch.utils.tensorboard.summary import hparams  # on demand: it imports TensorBoard
+
+    writer = logger.experiment._get_file_writer()
+    for summary in hparams(values, dict.fromkeys(metrics, 0)):
+        writer.add_summary(summary)
+
+
 def expect_no_first_step(optimizer: Optimizer) -> None:
-    """Let a schedule advance before the optimizer's first step, which may be left out, without torch's warning.
+    """Let a schedule advance before the optimizer's first step, which may be skipped, without torch's warning.
 
     To ignore the warning around each call would make Python forget which other warnings it has shown already.
     """
@@ -122,7 +135,7 @@ def expect_no_first_step(optimizer: Optimizer) -> None:
 
 
 def restore_metric(metric: Metric, state: dict[str, Tensor], updates: int) -> None:
-    """Give a metric a state, and the number of updates that led to it, without which `compute` warns of an unused metric.
+    """Restore a metric's state and its number of updates, without which `compute` warns that the metric was never updated.
 
     The public `load_state_dict` restores no number of updates.
     """

@@ -18,14 +18,14 @@ from ortho_vit.training.lightning_internals import averaged_model, set_callback_
 
 
 class OrthogonalityMonitor(Callback):
-    """Measures every constrained parameter, logs what it finds, and stops the run when one has left the manifold.
+    """Measures every constrained parameter, logs its error, and stops the run when one has left the manifold.
 
-    Logged are `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|, and the largest of these, `orthogonality`.
+    It logs `orthogonality/<parameter>`, the largest |(X Xᵀ − I)ᵢⱼ|, and the largest of these, `orthogonality`.
 
     Args:
-        every_n_steps: how often to measure; it is also measured at the end of each epoch.
-        threshold: the largest error that is tolerated, beyond what rounding to the parameter's precision makes; null
-            for optimizers that do not claim to stay on the manifold.
+        every_n_steps: the number of steps between two measurements; the end of each epoch is measured too.
+        threshold: the largest error that is allowed, beyond the rounding error of the parameter's precision; null for
+            optimizers that do not claim to stay on the manifold.
     """
 
     def __init__(self, every_n_steps: int = 50, threshold: float | None = 1e-3) -> None:
@@ -68,7 +68,7 @@ class OrthogonalityMonitor(Callback):
 def rounding_error(dtype: torch.dtype) -> float:
     """The most that rounding an orthonormal X to `dtype` adds to |(X Xᵀ − I)ᵢⱼ|: 2u + u², u the unit roundoff.
 
-    Each entry moves by a share of at most u, and the scalar product of the absolute values of two unit rows is at most 1.
+    Each entry changes by at most u times itself; the scalar product of the absolute values of two unit rows is at most 1.
     """
     u = torch.finfo(dtype).eps / 2
     return 2 * u + u * u
@@ -115,8 +115,8 @@ class WeightAveraging(LightningWeightAveraging):
         if self._updated:
             project_(average.module)
 
-    # Lightning's callback swaps and restores whatever the trainer runs, so that after `fit` the same trainer would test
-    # the weights that were not averaged; and a swap with bfloat16 weights rounds the average, which is float32.
+    # Lightning's callback is active outside of `fit` too, so the same trainer would afterwards test weights that are not
+    # averaged; and its swap with bfloat16 weights would round the average, which is float32.
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -131,7 +131,7 @@ class WeightAveraging(LightningWeightAveraging):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._current:  # a run that is stopped within a validation, and does not go on with it
+        if self._current:  # the run is being stopped within a validation
             _copy(self._current, pl_module)  # of which checkpoint["state_dict"] is a view
             self._current = []
         super().on_save_checkpoint(trainer, pl_module, checkpoint)

@@ -1,7 +1,8 @@
-"""The means of an epoch, and as part of a checkpoint those of an epoch that is not over yet.
+"""Means over an epoch, and how a checkpoint keeps those of an epoch that is not finished.
 
-Every process has seen other images and so has its own; a run that is resumed with as many processes gives each of
-them its own back, and the means end with the same bits.  With another number of processes the first one gets the sums.
+Each process sees other images and keeps its own sums.  A run that is resumed with the same number of processes restores
+them in each process, so that the means end with the same bits.  With another number of processes, the first one gets the
+totals.
 """
 
 import torch
@@ -15,7 +16,7 @@ State = dict[str, Tensor]
 
 
 class Mean(Metric):
-    """The mean of losses, summed in float32 whatever the precision of the run; torchmetrics' own follows it."""
+    """The mean of losses, summed in float32 at any precision of the run; torchmetrics' own takes the model's precision."""
 
     total: Tensor
     weight: Tensor
@@ -34,12 +35,13 @@ class Mean(Metric):
 
 
 def state_of(metric: Metric) -> list[State]:
-    """The state of a metric whose parts are sums, by rank; all processes must call this."""
+    """The state of a metric whose parts are sums, one per rank.  Every process must call this."""
     parts = {name: value.cpu().clone() for name, value in metric.metric_state.items()}  # type: ignore[union-attr]
     return gathered(parts | {"count": torch.tensor(metric.update_count)})
 
 
 def restore(metric: Metric, states: list[State], rank: int, world_size: int) -> None:
+    """Restore a metric from what `state_of` returned."""
     if len(states) != world_size:
         total = {name: torch.stack([state[name] for state in states]).sum(0) for name in states[0]}
         empty = {name: torch.zeros_like(value) for name, value in total.items()}

@@ -1,4 +1,4 @@
-"""What `predict` and `test` write: one row per image, and how often each class was predicted for which."""
+"""The files that `predict` and `test` write: one row per image, and the confusion matrix of the classes."""
 
 import csv
 import io
@@ -28,8 +28,8 @@ Row = tuple[str, list[float]]  # the file of an image, and the probability of ea
 class PredictionWriter(Callback):
     """Writes one row per image: its file, its most probable class, and the probability of that class.
 
-    Rows are written as they are computed, into a hidden file that gets its name after the last row.  It is UTF-8; a file
-    name that is not keeps its bytes in CSV, and is escaped in JSON.
+    Rows are written as they are computed, into a hidden file that gets its name after the last row.  The file is UTF-8; the
+    name of an image that is not UTF-8 keeps its bytes in CSV, and is escaped in JSON.
 
     Args:
         path: the file.  With the extension `.jsonl` each line is a JSON object, otherwise it is CSV; `-` writes CSV to the
@@ -186,7 +186,7 @@ class PerClass(Callback):
     each class.
 
     Args:
-        folder: where to write them; null does not count.
+        folder: where to write them; null: write nothing.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -225,7 +225,7 @@ class PerClass(Callback):
         return [[name, *row] for name, row in zip(self.classes, self.matrix.tolist(), strict=True)]
 
     def rows(self) -> list[list[str]]:
-        """The name of each class, its number of images, and the part of them that was predicted right, if there are any."""
+        """The name of each class, its number of images, and the share of these that was classified correctly."""
         assert self.matrix is not None
         totals, right = self.matrix.sum(1).tolist(), self.matrix.diagonal().tolist()
         return [

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other."""
+"""Communication between the processes of a run."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def gathered(value: Any) -> list[Any]:
-    """The value of every process, by rank; all of them must call this."""
+    """The values of all processes, in the order of their ranks.  Every process must call this."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -17,7 +17,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def largest(trainer: L.Trainer, *values: int) -> list[int]:
-    """The largest of each value over all processes, in one reduction; all of them must call this."""
+    """The largest of each value over all processes, in one reduction.  Every process must call this."""
     if trainer.world_size == 1:
         return list(values)
     strategy = trainer.strategy

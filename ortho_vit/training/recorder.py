@@ -24,7 +24,7 @@ from ortho_vit.files import finite_or_none, write_json
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.attention_statistics import AttentionStatistics
-from ortho_vit.training.checkpointing import is_trial
+from ortho_vit.training.checkpointing import run_folder
 from ortho_vit.training.reporting import learning_rate
 
 _PROGRESS_SECONDS = 2.0
@@ -37,7 +37,8 @@ class Recorder(Callback):
     training, without those evaluations, over all the parts of a run that was resumed.
 
     Args:
-        every_n_epochs: how often to evaluate the test set, apart from the end.  Other points of the curve do without.
+        every_n_epochs: evaluate the test set after every this many epochs, and after the last; other points of the curve
+            have no test accuracy.
     """
 
     def __init__(self, every_n_epochs: int = 1) -> None:
@@ -51,8 +52,8 @@ class Recorder(Callback):
         self._steps = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and not is_trial(trainer):
-            self.folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if stage == "fit":
+            self.folder = run_folder(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps = int(trainer.estimated_stepping_batches)
@@ -145,7 +146,7 @@ class Recorder(Callback):
 
 @torch.no_grad()
 def evaluate(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
-    """Loss and accuracy on the test set, as `test` would find them now; the model trains on afterwards."""
+    """Loss and accuracy on the test set, as `test` would compute them now; the model is left in training mode."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     data.setup("test")
     pl_module.eval()

@@ -1,4 +1,4 @@
-"""What a run says: one line per epoch, a table of its history, curves, and a summary at the end."""
+"""What a run prints and logs: one line per epoch, a table of its history, curves, and a summary at the end."""
 
 import contextlib
 import csv
@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from rich.table import Table
 
 from ortho_vit.optim.audit import audit
 from ortho_vit.parameter import stiefel_parameters
-from ortho_vit.training.checkpointing import is_trial
+from ortho_vit.training.checkpointing import run_folder
+from ortho_vit.training.lightning_internals import write_hyper_parameters
 
 COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
 
@@ -35,8 +36,8 @@ class History(Callback):
         self._validated = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and not is_trial(trainer):
-            self.folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if stage == "fit":
+            self.folder = run_folder(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.rows and self.rows[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
@@ -89,7 +90,7 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
         "learning rate": ("lr",),
     }
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        # Told apart by colour-blind readers
+        # two colours that colour-blind readers can distinguish
         for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
             points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
             if points:
@@ -114,7 +115,7 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
 
 
 class TensorBoard(TensorBoardLogger):
-    """TensorBoard's log of a run.  Where it cannot be written any more, the run goes on without it, with a warning."""
+    """TensorBoard's log of a run.  If it can no longer be written, the run continues without it, with a warning."""
 
     _failed = False
 
@@ -148,7 +149,7 @@ class TensorBoard(TensorBoardLogger):
 
 @contextlib.contextmanager
 def quiet_writer() -> Iterator[None]:
-    """Without the traceback of TensorBoard's thread where it cannot write: it raises the error in the main thread too."""
+    """Hide the traceback of TensorBoard's thread if it cannot write: the error is raised in the main thread too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -178,8 +179,42 @@ class LearningRates(LearningRateMonitor):
                 logger.log_metrics({"lr": learning_rate(trainer)}, step=trainer.global_step)
 
 
+class HyperParameters(Callback):
+    """Writes the model's hyper-parameters, and other values of the run, to TensorBoard's HPARAMS page, which compares runs.
+
+    Lightning's logger does so only together with a metric of its own at step 0; this one lets the page use the run's curves.
+
+    Args:
+        others: further values, such as those of the data.
+    """
+
+    METRICS = ("val/accuracy", "val/loss", "train/loss", "orthogonality")  # the page shows their last values
+
+    def __init__(self, others: Mapping[str, Any] | None = None) -> None:
+        self.others = dict(others or {})
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        values = dict(flat(dict(pl_module.hparams) | self.others))
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                write_hyper_parameters(logger, values, self.METRICS)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Nested plain values with dotted names; `class_path` and `init_args` become the class's name and its arguments."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and "class_path" in value:
+            yield name, str(value["class_path"]).rpartition(".")[2]
+            yield from flat(value.get("init_args") or {}, f"{name}.")
+        elif isinstance(value, Mapping):
+            yield from flat(value, f"{name}.")
+        elif value is not None:
+            yield name, value if isinstance(value, bool | int | float) else str(value)
+
+
 class StartLines(Callback):
-    """Prints once what data was found, where the data module can describe it, and what moves by which rule."""
+    """Prints once which data was found, if the data module can describe it, and which parameters move by which rule."""
 
     def __init__(self) -> None:
         self._printed = False
@@ -220,7 +255,7 @@ class Bar(RichProgressBar):
 
 
 class EpochLines(ProgressBar):
-    """A plain line an epoch, for logs and pipes; a terminal gets Lightning's progress bar instead."""
+    """One plain line per epoch, for logs and pipes; a terminal gets Lightning's progress bar instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +299,7 @@ class EpochLines(ProgressBar):
 
 
 def learning_rate(trainer: L.Trainer) -> float:
-    """That of the layers which learn fastest; `layer_decay` gives others less."""
+    """The largest learning rate of all parameter groups; with `layer_decay`, that of the last layers."""
     return max(float(group["lr"]) for group in trainer.optimizers[0].param_groups)
 
 
@@ -274,7 +309,7 @@ def progress_bar() -> ProgressBar:
 
 
 def describe(model: torch.nn.Module, name: str) -> str:
-    """One line on a model: its size, and how much of it is constrained."""
+    """One line about a model: its size, and how much of it is constrained."""
     total = sum(p.numel() for p in model.parameters())
     constrained = [p.matrices() for _, p in stiefel_parameters(model)]
     line = f"{name}: {total:,} parameters"
@@ -288,34 +323,26 @@ def describe(model: torch.nn.Module, name: str) -> str:
     return line
 
 
-def as_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Rows under a header, plain where the output is not a terminal."""
-    made = Table(*columns)
-    for row in rows:
-        made.add_row(*row)
-    return _plain(made)
-
-
 def named_for(data: Any, results: dict[str, Any]) -> dict[str, Any]:
-    """The results of `test`, called validation where there were no other pictures to test on."""
+    """The results of `test`, named `val/...` if the test images are those of the validation."""
     used = getattr(data, "test_set", None)
     validated_only = used is not None and used is getattr(data, "val_set", None)
     return {name.replace("test/", "val/") if validated_only else name: x for name, x in results.items()}
 
 
-def summary(rows: dict[str, str]) -> str:
-    """Names and values as a table, plain where the output is no terminal."""
-    table = Table(show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value, style=None)
-    return _plain(table)
+def summary(rows: Mapping[str, str]) -> str:
+    """Names and values as a table without a header."""
+    return as_table((), rows.items())
 
 
-def _plain(table: Table) -> str:
-    """A table as text; nothing in it is markup, whatever a file may be called."""
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
+def as_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Rows under a header, plain if the output is not a terminal; nothing in them is markup, whatever a file is called."""
+    table = Table(*columns, show_header=bool(columns))
+    for row in rows:
+        table.add_row(*row)
     for column in table.columns:
         column.overflow = "fold"
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()

@@ -8,7 +8,7 @@ from timm.scheduler.scheduler import Scheduler as TimmScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-# in YAML `class_path` and `init_args`
+# parsed from `class_path` and `init_args` in YAML
 SchedulerFactory = Callable[[Optimizer], LRScheduler | TimmScheduler]
 SCHEDULERS = (LRScheduler, TimmScheduler)
 Interval = Literal["epoch", "step"]
@@ -17,9 +17,9 @@ FLOOR = 0.01  # where the cosine ends, as a share of the peak
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = FLOOR) -> float:
-    """The share of the peak learning rate that step number `step` (from 0) of `total` takes.
+    """The learning rate of step number `step` (from 0) of `total`, as a share of its peak.
 
-    The first step already takes 1/warmup, the last of the warm-up the peak, the very last `floor`.
+    The first step has 1/warmup of the peak, the last step of the warm-up the peak, the last step of the run `floor`.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -28,10 +28,11 @@ def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = FLOOR) -
 
 
 class Adapted:
-    """A scheduler of timm, or one that watches a metric, such that Lightning can run, save and restore it.
+    """Lets Lightning run, save and restore a scheduler of timm, or one that watches a metric.
 
-    It counts its own steps, as timm's do not.  One that watches a metric advances once per epoch in which there was
-    validation, before the checkpoint of that epoch is written (Lightning would do so afterwards, and lose it on resuming).
+    It counts its steps, which timm's schedulers do not.  A scheduler that watches a metric advances once per epoch with a
+    validation, before the checkpoint of that epoch is written; Lightning would advance it afterwards, and a resumed run
+    would miss that step.
     """
 
     def __init__(self, scheduler: LRScheduler | TimmScheduler) -> None:
@@ -40,7 +41,7 @@ class Adapted:
 
     @property
     def plateau(self) -> ReduceLROnPlateau | None:
-        """Torch's scheduler for plateaus: itself, or inside timm's PlateauLRScheduler, which saves a part of it only."""
+        """Torch's ReduceLROnPlateau: the scheduler itself, or the one inside timm's, which saves only a part of it."""
         inner = getattr(self.scheduler, "lr_scheduler", self.scheduler)
         return inner if isinstance(inner, ReduceLROnPlateau) else None
 

@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C: a run ends after an optimizer step, in all its processes, with a checkpoint of that step.
 
-During training a signal is only noted.  The processes of a run agree on it in the reduction that each optimizer step
+During training a signal is only recorded.  The processes of a run agree on it in the reduction that each optimizer step
 has anyway (finite_steps.py), so a signal to one of them is enough, and all end after the same step: `Checkpoints` writes
 `last.ckpt`, and `Stopped` is raised before the next batch.  During validation they agree before each batch; the checkpoint
 is of the step before the validation, which a resumed run begins with.  A second Ctrl-C ends the process at once.  At any
@@ -29,8 +29,8 @@ from ortho_vit.training.lightning_internals import after_signal_handlers, is_acc
 from ortho_vit.training.ranks import largest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-ONE_PRESS = 1.0  # seconds in which a second SIGINT is the same Ctrl-C, forwarded by a launcher
-WORKER_SECONDS = 10  # that a worker of a data loader goes on after SIGTERM, for the run to stop first
+ONE_PRESS = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, forwarded by a launcher
+WORKER_SECONDS = 10  # that a data loader's worker survives SIGTERM, so that the run can stop first
 
 
 class Stopped(SystemExit):
@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 
 
 class Signals:
-    """What the signals to this process ask for."""
+    """The signals that this process has received, and what the processes of the run have agreed on."""
 
     def __init__(self) -> None:
         self.received = 0  # the number of the signal
@@ -77,7 +77,7 @@ class Signals:
                     signal.signal(number, self._handle)
 
     def wait_for_step(self, wait: bool) -> None:
-        """From now on note signals, instead of raising Stopped at once."""
+        """From now on, record signals until the end of a step (or, if not `wait`, raise Stopped at once)."""
         self._at_step, self.interrupts_validation = wait, False
         if wait:
             self.received = self.agreed = 0
@@ -122,11 +122,14 @@ class StopOnSignal(Callback):
             self._stop(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Not where gradients are being accumulated, nor after the last step: such a run could not be resumed there."""
+        """Decide whether this validation may be interrupted.
+
+        A run cannot be resumed while gradients are being accumulated, nor after its last step.
+        """
         training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         ended = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         self._can_interrupt = (
-            training and not ended and not is_accumulating(trainer) and _have_as_many_batches(trainer)
+            training and not ended and not is_accumulating(trainer) and _same_number_of_batches(trainer)
         )
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -154,7 +157,7 @@ class StopOnSignal(Callback):
         raise Stopped(signals.agreed, trainer.global_step, self._steps)
 
 
-def _have_as_many_batches(trainer: L.Trainer) -> bool:
+def _same_number_of_batches(trainer: L.Trainer) -> bool:
     """Whether all processes validate on the same number of batches, so that they can agree before each."""
     count = sum(trainer.num_val_batches)
     if trainer.world_size == 1:

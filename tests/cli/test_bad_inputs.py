@@ -426,11 +426,11 @@ CHECKPOINTS = {
     "a zip with a pickle that runs code": (resumed(zipped), "run.ckpt is refused: .* it asks for posix.mkdir"),
     "a zip of something else": (resumed(zipped_text), "run.ckpt is damaged or not a checkpoint"),
     "a list": (resumed(lambda path: torch.save([1], path)), "run.ckpt is not a checkpoint: it holds a list"),
-    "weights to be resumed": (resumed(lambda path: torch.save(tensors(), path)), "is no checkpoint of a run: if it hold"),
+    "weights to be resumed": (resumed(lambda path: torch.save(tensors(), path)), "is not a checkpoint of a run: if it hold"),
     "a run without its optimizer": (
         resumed(altered(lambda content: content.pop("optimizer_states"))), "holds weights but no optimizer, so"),
     "hyper-parameters that are a word": (
-        resumed(altered(lambda c: c.update(hyper_parameters="name")), "test"), "run.ckpt is no checkpoint of a run"),
+        resumed(altered(lambda c: c.update(hyper_parameters="name")), "test"), "run.ckpt is not a checkpoint of a run"),
     "an unknown hyper-parameter": (
         resumed(altered(lambda c: c["hyper_parameters"].update(evil=3)), "test"), "is not a checkpoint of ours: .*evil"),
     "a hyper-parameter that runs code": (

@@ -342,7 +342,7 @@ def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
         ("predict --weights", 2, "--weights needs a value"),
         ("predict --pictures .", 2, "--pictures needs --weights NAME"),
         ("predict --weights NAME --pictures empty", 1, "empty does not exist"),
-        ("predict --weights NAME --picture .", 2, "write --weights and --pictures out"),
+        ("predict --weights NAME --picture .", 2, "--weights and --pictures must be written in full"),
         ("test --weights NAME --pictures .", 2, "--pictures is for predict"),
         ("fit --weights NAME", 2, "fit starts from weights with --model.weights"),
         ("test", 2, "missing: "),

@@ -50,6 +50,22 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def private_names(path: Path) -> set[str]:
+    """The private names of other libraries that a file uses: `x._name`, and imports of such modules or names."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    used: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith(PACKAGE):
+            used |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | {
+        "_exit",
+        "_replace",
+    }  # documented
+    return {name for name in used - own if re.match("_[a-z]", name)}
+
+
 def files_of_parts() -> dict[str, list[Path]]:
     """The source files of each part.  `ortho_vit/__init__.py` is left out: it imports the others only when asked."""
     parts: dict[str, list[Path]] = {}

@@ -100,7 +100,7 @@ def test_a_run_records_every_head_each_epoch_and_trains_as_without(tmp_path):
     curve = json.loads((tmp_path / "a/result.json").read_text())["curve"]
     assert [list(point["attention"]) for point in curve] == [PATHS, PATHS]
     assert [len(values) for values in curve[0]["attention"][PATHS[0]].values()] == [4] * 9
-    assert callbacks[0]._seen.shape == (16, 1, 8, 8)
+    assert callbacks[0]._last_images.shape == (16, 1, 8, 8)
     assert callbacks[0].latest == curve[1]["attention"] != curve[0]["attention"]
 
 

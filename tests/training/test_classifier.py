@@ -1,3 +1,4 @@
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -50,6 +51,27 @@ def test_a_frozen_constraint_may_go_with_any_optimizer():
     names = [name for group in model.make_optimizer().param_groups for name in group["param_names"]]
     assert names
     assert not any(name.startswith("blocks.") for name in names)
+
+
+def test_the_optimizer_that_was_checked_is_the_one_that_trains(tmp_path):
+    model, copied = make_classifier(), copy.deepcopy(make_classifier())
+    (checked, _), trainer = model._prepared, make_trainer(tmp_path, max_epochs=1, limit_train_batches=1)
+    trainer.fit(model, datamodule=digits())
+    assert trainer.optimizers[0] is checked
+    assert model._prepared is copied._prepared is None
+    assert model.configure_optimizers()["optimizer"] is not checked  # it belongs to the first fit
+
+
+def test_an_optimizer_is_rebuilt_where_other_parameters_are_trained_or_it_has_a_state(tmp_path):
+    later, adagrad = make_classifier(), make_classifier(partial(torch.optim.Adagrad, lr=0.1), constraint=None)
+    later.model.pos_embed.requires_grad_(False)
+    for model in (later, adagrad):
+        checked, _ = model._prepared
+        trainer = make_trainer(tmp_path / type(checked).__name__, max_epochs=1, limit_train_batches=1)
+        trainer.fit(model, datamodule=digits())
+        assert trainer.optimizers[0] is not checked
+    held = [p for group in later.make_optimizer().param_groups for p in group["params"]]
+    assert not any(p is later.model.pos_embed for p in held)
 
 
 def test_a_constraint_without_anything_constrained_is_an_error(monkeypatch):

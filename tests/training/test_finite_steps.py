@@ -19,7 +19,7 @@ from tests.helpers.command_line import ONE_EPOCH
 from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_classifier, make_trainer
 
 NAN, INF = float("nan"), float("inf")
-LEFT_OUT = r"step left out, \d+ so far: "
+SKIPPED = r"step skipped, \d+ so far: "
 
 
 class BadGradient(L.Callback):
@@ -183,7 +183,7 @@ def test_a_step_that_is_left_out_changes_nothing_but_its_number(tmp_path, bad, p
     watch, model = Watch(), make_classifier(skip_nonfinite=True)
     before = {name: p.clone() for name, p in model.model.state_dict().items()}
     trainer = make_trainer(tmp_path, bad, watch, gradient_clip_val=1.0)
-    with pytest.warns(UserWarning, match=LEFT_OUT + problem):
+    with pytest.warns(UserWarning, match=SKIPPED + problem):
         trainer.fit(model, datamodule=digits())
     assert_same_bits(watch.steps[0][0], before)
     assert watch.steps[0][1] == {}
@@ -202,7 +202,7 @@ def test_a_step_is_left_out_as_a_whole_where_batches_are_accumulated(tmp_path):
     bad = BadImage((0, 2))  # the first of the two that make step 1
     trainer = make_trainer(tmp_path, bad, watch, accumulate_grad_batches=2, max_epochs=1)
     with pytest.warns(
-        UserWarning, match=LEFT_OUT + r"the loss is nan at step 1 \(epoch 0; batch 2 because of"
+        UserWarning, match=SKIPPED + r"the loss is nan at step 1 \(epoch 0; batch 2 because of"
     ):
         trainer.fit(model, datamodule=digits())
     assert_same_bits(watch.steps[3][:2], watch.steps[1][:2])
@@ -220,7 +220,7 @@ def test_a_skipped_batch_does_not_reach_the_statistics_of_the_model(tmp_path):
 
     model = make_classifier(partial(torch.optim.SGD, lr=0.1), constraint=None, skip_nonfinite=True)
     model.model = Normed(model.model)
-    with pytest.warns(UserWarning, match=LEFT_OUT):
+    with pytest.warns(UserWarning, match=SKIPPED):
         make_trainer(tmp_path, BadImage((1, 3)), max_epochs=2).fit(model, datamodule=digits())
     assert model.model.norm.running_mean.isfinite().all()
     assert model.model.norm.num_batches_tracked == 7
@@ -231,10 +231,10 @@ def test_skipping_without_end_stops_the_run(tmp_path, monkeypatch):
     bad = BadImage((0, 0), (0, 2), (0, 3), (1, 0))
     model = make_classifier(skip_nonfinite=True)
     with (
-        pytest.warns(UserWarning, match=LEFT_OUT),
+        pytest.warns(UserWarning, match=SKIPPED),
         pytest.raises(
             FloatingPointError,
-            match=r"step 4 .* as in all of the last 3 steps, so leaving them out does not help",
+            match=r"step 4 .* as in all of the last 3 steps, so skipping them does not help",
         ),
     ):
         make_trainer(tmp_path, bad).fit(model, datamodule=digits())
@@ -261,7 +261,7 @@ def test_an_infinite_gradient_is_left_to_the_scaler(tmp_path):
 def test_a_loss_that_is_not_finite_is_not(tmp_path):
     with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
         half(tmp_path / "stopped", BadImage((0, 2)))
-    with pytest.warns(UserWarning, match=LEFT_OUT + "the loss is nan at step 2"):
+    with pytest.warns(UserWarning, match=SKIPPED + "the loss is nan at step 2"):
         model, steps, scale = half(
             tmp_path / "skipped", BadImage((0, 2)), model=make_classifier(skip_nonfinite=True)
         )
@@ -297,7 +297,7 @@ def test_a_run_that_stopped_goes_on_with_the_step_left_out(tmp_path, monkeypatch
     assert main(arguments) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: the loss is nan at step 2 (epoch 0; batch 2 because of ")
-    assert error.endswith("or leave out such steps with --model.skip_nonfinite true")
-    with pytest.warns(UserWarning, match=LEFT_OUT):
+    assert error.endswith("or skip such steps with --model.skip_nonfinite true")
+    with pytest.warns(UserWarning, match=SKIPPED):
         assert main([*arguments, "--ckpt_path", "last", "--model.skip_nonfinite", "true"]) == 0
-    assert re.search(r"steps left out +│ 1, not finite", capsys.readouterr().out)
+    assert re.search(r"steps skipped +│ 1, not finite", capsys.readouterr().out)

@@ -96,7 +96,7 @@ ADAM = partial(optim.StiefelAdam, lr=3e-3)
             SGD,
             {"ema": True, "bad": [(0, 1), (1, 0), (1, 3)], "model": {"skip_nonfinite": True}},
             id="leaving out steps",
-            marks=pytest.mark.filterwarnings("ignore:step left out"),
+            marks=pytest.mark.filterwarnings("ignore:step skipped"),
         ),
         pytest.param(SGD, {"ema": True, "precision": "bf16-true"}, id="bfloat16"),
         pytest.param(SGD, {"precision": "16-mixed"}, id="float16"),
