@@ -31,8 +31,8 @@ def main(steps: int = 300) -> float:
         ViTConfig(**SMALL, num_hidden_layers=2, num_attention_heads=3, num_labels=10)
     )
     ortho_vit.orthogonalize(model, "within")
-    print(*(f"{name}: {list(p.shape)}" for name, p in ortho_vit.stiefel_parameters(model)), sep="\n")
     optimizer = StiefelSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-5)
+    print(ortho_vit.audit(model, optimizer))  # every parameter: how it moves, and what is wrong
 
     digits = load_digits()
     images = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)[:, None]  # (batch, 1, 8, 8)

@@ -36,6 +36,7 @@ def main(epochs: int = 20) -> float:
 
     model = ortho_vit.orthogonalize(RowTransformer(), "within")  # W^Q and W^K of every head
     optimizer = StiefelSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-5)
+    print(ortho_vit.audit(model, optimizer))  # every parameter: how it moves, and what is wrong
     accuracy = 0.0
     for epoch in range(epochs):
         for batch in torch.randperm(len(images[train])).split(64):

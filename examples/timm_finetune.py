@@ -28,6 +28,7 @@ def main(name: str | None = None, steps: int = 150) -> float:
         model = timm.create_model(name, pretrained=True, num_classes=10)
     ortho_vit.orthogonalize(model, "within", preserve=name is not None)
     optimizer = StiefelAdam(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    print(ortho_vit.audit(model, optimizer).summary)  # how many parameters move by which rule
 
     digits = load_digits()
     pixels, labels = torch.tensor(digits.images / 8 - 1, dtype=torch.float32), torch.tensor(digits.target)

@@ -19,12 +19,17 @@ def test_an_example_fits_a_screen_and_imports_no_other(path):
 
 def test_a_plain_pytorch_loop(capsys):
     assert importlib.import_module("examples.plain_pytorch").main(epochs=3) > 3 * CHANCE
-    assert "epoch 3: test accuracy" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "epoch 3: test accuracy" in text
+    assert "2 of them constrained: 2 by StiefelSGD" in text
+    assert "problems" not in text
 
 
 def test_a_timm_model_is_fine_tuned(capsys):
     assert importlib.import_module("examples.timm_finetune").main(steps=100) > 2 * CHANCE
-    assert "step 50: loss" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "step 50: loss" in text
+    assert "3 of them constrained: 3 by StiefelAdam" in text
 
 
 @pytest.mark.parametrize(("name", "needs"), [("huggingface", "transformers"), ("sweep", "optuna")])
@@ -38,6 +43,7 @@ def test_an_example_without_its_package_says_so_in_one_line(name, needs, monkeyp
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_hugging_face_model_is_constrained(capsys):
     assert importlib.import_module("examples.huggingface").main(steps=100) > 2 * CHANCE
+    assert "4 of them constrained: 4 by StiefelSGD" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(find_spec("optuna") is None, reason="optuna is not installed")

@@ -69,6 +69,18 @@ def test_python_snippets_run(snippet, pictures):
     exec(compile(offline, "README.md", "exec"), {})
 
 
+def test_every_head_of_the_fused_layouts_is_orthonormal():
+    (snippet,) = [block for block in blocks(TUTORIALS, "python") if "# Grouped queries" in block]
+    torch.manual_seed(0)
+    names = {}
+    exec(compile(snippet, "plain-pytorch.md", "exec"), names)
+    for layout, constrained, free in (("stacked", 8, 4), ("interleaved", 8, 4), ("grouped", 6, 2)):
+        heads = names[layout].weight.detach().unflatten(0, (-1, 16))  # queries, keys, values
+        errors = (heads @ heads.mT - torch.eye(16)).abs().amax((1, 2))
+        assert (len(errors), (errors[:constrained] < 2e-6).all()) == (constrained + free, True)
+        assert (errors[constrained:] > 0.1).all()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
 def test_training_commands_are_understood(command, monkeypatch, capsys):

@@ -17,6 +17,7 @@ EXAMPLES = {
     "data": "ortho_vit.data.CIFAR10",
     "model.scheduler": "torch.optim.lr_scheduler.StepLR",
     "trainer.logger": "lightning.pytorch.loggers.CSVLogger",
+    "trainer.callbacks": "lightning.pytorch.callbacks.EarlyStopping",
     "": "ortho_vit.optim.StiefelSGD",
 }
 OTHER_NAMES = {  # of options, in other libraries

@@ -265,6 +265,7 @@ def manifold(*, seed: int = 0, quick: bool = False) -> Result:
 
 
 def plot_manifold(result: Result) -> "Figure":
+    """Curves that coincide show the marker of each."""
     figure, axes = new_figure(2, 3, 5.6, sharex=True, sharey="row")
     panels = {
         "loops": "Projected: s Cayley loops, no QR",
@@ -272,11 +273,11 @@ def plot_manifold(result: Result) -> "Figure":
         "polar": "StiefelSGD as printed: polar steps",
     }
     for column, (kind, title) in enumerate(panels.items()):
-        for label, curve in result.series.items():
-            if label.startswith(kind + " |"):
-                for row, key in enumerate(("error", "deviation")):
-                    name = label.split(" | ")[1]
-                    axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), lw=1.3, label=name)
+        curves = {k: v for k, v in result.series.items() if k.startswith(f"{kind} |")}
+        for number, (label, curve) in enumerate(curves.items()):
+            look = {"lw": 1.1, "label": label.split(" | ")[1]} | staggered(number, len(curves))
+            for row, key in enumerate(("error", "deviation")):
+                axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), **look)
         axes[0][column].set_title(title, fontsize=9)
         axes[1][column].legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.19), labelspacing=0.2)
         axes[1][column].set(xlabel="iteration")
@@ -334,7 +335,8 @@ def retraction(*, seed: int = 0, quick: bool = False) -> Result:
 
 def plot_retraction(result: Result) -> "Figure":
     figure, axes = new_figure(1, 2, 4.0)
-    others = iter(({"color": style.BLACK}, {"color": style.BLACK, "ls": "--"}, {"color": style.SKY}))
+    wide = {"color": style.GREY, "lw": 3.5, "alpha": 0.45}  # another lies on it
+    others = iter((wide, {"color": style.BLACK, "ls": "--"}, {"color": style.SKY}))
     for label, curve in result.series.items():
         look = STYLES.get(label) or next(others)
         for axis, key in zip(axes, ("error", "deviation"), strict=True):
@@ -408,9 +410,8 @@ def plot_learning_rate(result: Result) -> "Figure":
             height *= 1.2
     axis.axhline(ceiling, color=style.GREY, lw=0.8)
     axis.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
-    axis.text(
-        rates[0], 0.97 * ceiling, f"not in {ceiling} iterations", fontsize=9, color=style.GREY, va="top"
-    )
+    note = f"a rate without a marker: not within {ceiling} iterations"
+    axis.text(rates[0], 0.97 * ceiling, note, fontsize=9, color=style.GREY, va="top")
     axis.set(xlabel="learning rate", ylabel="iterations to an error of 1e-6, median of the seeds")
     axis.set_yticks([200, 400, 600, 1000], ["200", "400", "600", "1000"])
     axis.tick_params(axis="y", which="minor", labelleft=False)

@@ -356,10 +356,6 @@ class Classifier(L.LightningModule):
         """The options of each of `param_groups`, and last those of all other parameters: none."""
         names = [name for name, _ in self.model.named_parameters()]
         for choice in self._param_groups:
-            self._require(
-                "match" in choice,
-                f"param_groups: {choice} lacks `match`, a name of parameters with wildcards",
-            )
             for pattern in _patterns(choice):
                 self._require(
                     any(fnmatchcase(name, pattern) for name in names),
@@ -623,8 +619,13 @@ def _seed_everything(*parts: int) -> None:
 
 def _patterns(choice: dict[str, Any]) -> list[str]:
     """The names that one of `param_groups` matches."""
-    match = choice.get("match", [])
-    return [match] if isinstance(match, str) else match
+    match = choice.get("match")
+    patterns = [match] if isinstance(match, str) else match
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"Classifier: param_groups: {choice} needs `match`, a name of parameters with wildcards or a list of them"
+        )
+    return patterns
 
 
 def _as_factory(value: Any, kind: Kind, what: str) -> Any:

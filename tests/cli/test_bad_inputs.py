@@ -162,6 +162,12 @@ COMMANDS = {
         options("--data CIFAR10 --model.name ortho_vit_pico"), "CIFAR10: nothing found in .*--data.download true"),
     "a list for an optimizer": (options("--model.optimizer [1]"), r"optimizer: expected a class, .*StiefelSGD, got \[1\]"),
     "a list for a class": (options("--model.optimizer.class_path [1]"), "class_path must be the path of a class, a word"),
+    "a list for the class of a callback": (
+        options("--trainer.callbacks '[{class_path: [1]}]'"), "such as lightning.pytorch.callbacks.EarlyStopping"
+    ),
+    "a list among the names of a group": (
+        options("--model.param_groups '[{match: [[1]]}]'"), "needs `match`, a name of parameters with wildcards"
+    ),
     "a list for data": (options("--data [1]"), r"data: expected a class, such as ortho_vit.data.CIFAR10, got \[1\]"),
     "an unknown scheduler": (options("--model.scheduler StepLRR"), "whole path, such as torch.optim.lr_scheduler.StepLR"),
     "a scheduler of two libraries": (
