@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ortho_vit.stiefel import orthogonality_error, polar, random_stiefel
+from ortho_vit.stiefel import orthogonality_error, polar, random_stiefel, require_effective
 
 __all__ = ["StiefelParameter", "constrain", "orthogonality_error", "project_", "stiefel_parameters"]
 
@@ -193,11 +193,7 @@ def stiefel_parameters(model: nn.Module) -> Iterator[tuple[str, StiefelParameter
     """Every constrained parameter of a model, with its name."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, StiefelParameter):
-            if "parametrizations." in name or name.endswith("_orig"):
-                raise ValueError(
-                    f"{name!r} is constrained, but torch's parametrize or prune computes another weight from it, which "
-                    "is not; remove the one or the other"
-                )
+            require_effective(name)
             yield name, parameter
 
 

@@ -107,12 +107,23 @@ def orthogonality_error(x: Tensor | nn.Module) -> float:
     constrained parameters has none: 0.
     """
     if isinstance(x, nn.Module):
-        errors = [orthogonality_error(p) for p in x.parameters() if hasattr(p, "matrices")]
-        return max(errors, key=nan_first, default=0.0)
+        constrained = {name: p for name, p in x.named_parameters() if hasattr(p, "matrices")}
+        for name in constrained:
+            require_effective(name)
+        return max(map(orthogonality_error, constrained.values()), key=nan_first, default=0.0)
     require_matrices("orthogonality_error", x)
     X = (x.matrices() if hasattr(x, "matrices") else x.detach()).double()
     A = X.mT @ X if is_tall(X) else X @ X.mT
     return (A - torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)).abs().max().item()
+
+
+def require_effective(name: str) -> None:
+    """Raise ValueError for a constrained parameter, by its name, that is not the weight its module computes with."""
+    if "parametrizations." in name or name.endswith("_orig"):
+        raise ValueError(
+            f"{name!r} is constrained, but torch's parametrize or prune computes another weight from it, which is not; "
+            "remove the one or the other"
+        )
 
 
 def nan_first(value: float) -> float:

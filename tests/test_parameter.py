@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ortho_vit import StiefelParameter, constrain, orthogonality_error, stiefel_parameters
+from ortho_vit import StiefelParameter, audit, constrain, orthogonality_error, project_, stiefel_parameters
 from ortho_vit.optim import StiefelSGD
 from ortho_vit.stiefel import random_stiefel
 
@@ -278,8 +278,30 @@ def test_convolutions_are_refused_with_the_reason(layer):
         constrain(layer)
 
 
-def test_a_parametrized_or_pruned_weight_is_not_taken_for_constrained():
-    layer = constrain(nn.Linear(8, 4))
-    prune.l1_unstructured(layer, "weight", 0.5)
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: list(stiefel_parameters(model)),
+        orthogonality_error,
+        project_,
+        lambda model: audit(model, StiefelSGD(model.parameters())),
+    ],
+)
+def test_a_parametrized_or_pruned_weight_is_not_taken_for_constrained(change, use):
+    model = nn.Sequential(constrain(nn.Linear(8, 4)))
+    use(model)
+    change(model[0])
     with pytest.raises(ValueError, match=r"parametrize or prune computes another weight from it"):
-        list(stiefel_parameters(layer))
+        use(model)

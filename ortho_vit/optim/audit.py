@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ortho_vit.optim.base import StiefelOptimizer
-from ortho_vit.parameter import StiefelParameter
+from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 
 
@@ -68,6 +68,7 @@ def audit(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> Audit
         print(audit(model, optimizer))
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    list(stiefel_parameters(model))  # raises where a constrained parameter is not the weight in use
     return Audit([_row(name, p, optimizers) for name, p in model.named_parameters()])
 
 
