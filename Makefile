@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 LOWEST := .venv-lowest
+DEMO := .venv-demo
 QUICK := tests/test_examples.py tests/test_imports.py tests/cli tests/data tests/experiments tests/models tests/training
 
 .PHONY: help quickstart test lint check check-lowest bench docs docs-serve docs-check demo-check wheel clean
@@ -63,9 +64,16 @@ docs-serve: .venv/.dev  ## show the site on http://127.0.0.1:8000
 docs-check: docs  ## look at every page in Debian's chromium: screenshots, consoles, images, widths, the search
 	$(BIN)/python docs/scripts/check_site.py site --browser
 
-demo-check: .venv/.dev  ## use the demo in Debian's chromium: upload, choose, see; installs gradio into .venv
-	$(BIN)/python $(PIP) "$$(sed -n 's/^demo = \["\([^"]*\)".*/\1/p' pyproject.toml)"
-	$(BIN)/python docs/scripts/check_demo.py
+# Gradio wants an older Pillow than requirements.txt pins, so it has an environment of its own, on top of .venv.
+$(DEMO)/.run: pyproject.toml .venv/.run
+	rm -rf $(DEMO) && $(PYTHON) -m venv $(DEMO)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(DEMO)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(DEMO)/bin/python $(PIP) "$$(sed -n 's/^demo = \["\([^"]*\)".*/\1/p' pyproject.toml)"
+	@touch $@
+
+demo-check: $(DEMO)/.run  ## use the demo in Debian's chromium: upload, choose, see
+	$(DEMO)/bin/python docs/scripts/check_demo.py
 
 wheel: .venv/.dev  ## build dist/ortho_vit-*.whl, with the configurations and the trained weights inside
 	rm -rf build dist ortho_vit.egg-info
@@ -74,4 +82,4 @@ wheel: .venv/.dev  ## build dist/ortho_vit-*.whl, with the configurations and th
 	@ls dist
 
 clean:  ## remove the environments, the build and every cache
-	rm -rf .venv $(LOWEST) build dist site site-screenshots ortho_vit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(LOWEST) $(DEMO) build dist site site-screenshots ortho_vit.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

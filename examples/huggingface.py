@@ -1,6 +1,6 @@
 """A Hugging Face model, constrained: `orthogonalize` finds the attention of `transformers` models too.
 
-    pip install "ortho_vit[hf]"
+    pip install transformers
     python examples/huggingface.py
 
 The model is a small, untrained ViT, so nothing is downloaded; `ViTForImageClassification.from_pretrained(...)` goes the

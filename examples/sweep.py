@@ -1,6 +1,4 @@
-"""A search over learning rate and momentum with Optuna (`pip install optuna`), on the digits.
-
-    python examples/sweep.py
+"""A search over learning rate and momentum with Optuna (`pip install optuna`), on the digits: python examples/sweep.py
 
 Each trial is an ordinary run of Lightning's Trainer; trials that do worse than the median are stopped early.
 """

@@ -1,6 +1,6 @@
 """`ortho-vit demo`: classify an image in the browser, and see where each head looks and how orthogonal its weights are.
 
-    pip install "ortho_vit[demo]"
+    pip install gradio
     ortho-vit demo --port 7860
 
 What is computed is in plain functions of tensors; `build_app` arranges it with Gradio, which only that function imports.
@@ -32,7 +32,7 @@ from ortho_vit.training.images import recorded_attention
 
 __all__ = ["attention_maps", "build_app", "class_probabilities", "gram_matrices", "main", "read_image"]
 
-MISSING = 'the demo needs gradio: pip install "ortho_vit[demo]"'
+MISSING = "the demo needs gradio: pip install gradio"
 TITLE = "Vision Transformers with orthogonal attention"
 SIDE = 192  # pixels of an image on the page
 Pixels = NDArray[np.uint8]

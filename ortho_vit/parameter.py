@@ -27,6 +27,8 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 class StiefelParameter(nn.Parameter):
     """A parameter whose first `rows` rows (default: all) are `blocks` equal blocks, each orthonormal along its shorter side.
 
+        StiefelParameter(data, *, blocks=1, rows=None, requires_grad=True)
+
     Rows are orthonormal where a block is wide, columns where it is tall: the convention of `nn.init.orthogonal_`.  The
     rows after the first `rows` are free.  With more than two dimensions the leading ones are a batch of matrices.
 

@@ -114,9 +114,15 @@ def test_a_page_knows_the_window_and_nothing_of_earlier_pages(browser, site):
 
 
 def test_superscripts_are_set_except_in_code():
-    html = '<p>W^Q and <code>W^Q</code> <img alt="W^K"> W^Kx</p><pre>W^V</pre>'
+    html = '<p>W^Qᵀ and <code>W^Q</code> <img alt="W^K"> W^Kx</p><pre>W^V</pre>'
     found = script("hooks").on_page_content(html, page=None, config=None, files=None)
     assert found == html.replace("<p>W^Q", "<p>W<sup>Q</sup>")
+
+
+def test_short_cells_of_tables_stay_on_one_line():
+    html = "<td>61.2 ± 0.6</td><td>a sentence that may be broken</td>"
+    found = script("hooks").on_page_content(html, page=None, config=None, files=None)
+    assert found == html.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 
 def test_the_configuration_page_has_every_option_of_every_data_module_and_optimizer():
@@ -160,9 +166,13 @@ def test_the_api_reference_has_every_public_name():
     for source in hooks.MODULES.values():
         name = source.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
         module = importlib.import_module(name)
-        page = hooks.api_page(source)
-        for public in getattr(module, "__all__", []):
-            assert f"::: {name}.{public}\n" in page
+        entries = re.findall(r"^::: ([\w.]+)\.(\w+)$", hooks.api_page(source), re.MULTILINE)
+        assert {public for _, public in entries} >= set(getattr(module, "__all__", []))
+        for home, public in entries:
+            assert not (hooks.ROOT / home.replace(".", "/") / f"{public}.py").exists(), (
+                "a module of the same name hides it"
+            )
+            assert getattr(importlib.import_module(home), public) is getattr(module, public)
     packages = {path.parent.name for path in (ROOT / "ortho_vit").glob("*/__init__.py")}
     assert packages - {"cli", "experiments"} <= set(hooks.MODULES)
     documented = {name for source in hooks.MODULES.values() for name in hooks.public_names(source)}

@@ -25,8 +25,9 @@ from browser import Browser, BrowserError, Page, Window
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = Path("site-screenshots")
+DOCUMENTATION = Window("documentation", width=900)  # legible in the column of a page
 WINDOWS = (Window("light"), Window("dark", scheme="dark"), Window("phone", width=400, height=850))
-STARTS_IN = 120  # seconds, on a busy machine
+STARTS_IN = 300  # seconds, on a busy machine
 INPUT = "document.querySelector('#file input[type=file]')"
 EXAMPLES = "document.querySelectorAll('#examples button.thumbnail-lg')"
 OTHER = "ortho_vit_nano.cifar10_within_stiefel_sgd"
@@ -73,7 +74,13 @@ def running(port: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def check_taken_port(port: int) -> None:
-    _, errors = (process := start(port)).communicate(timeout=STARTS_IN)
+    process = start(port)
+    try:
+        _, errors = process.communicate(timeout=STARTS_IN)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise Failure(f"a taken port: no answer within {STARTS_IN} s") from None
     expected = f"error: cannot listen on 127.0.0.1, port {port}; try another --port\n"
     require((process.returncode, errors) == (1, expected), f"a taken port: {process.returncode}, {errors!r}")
 
@@ -173,7 +180,7 @@ def check_page(port: int, keep: Path | None) -> None:
                 require(not page.problems, f"{window.name}: {'; '.join(page.problems)}")
                 width = page.evaluate("document.documentElement.scrollWidth")
                 require(width <= window.width, f"{window.name}: {width} pixels wide")
-        with browser.open(address) as page:
+        with browser.open(address, DOCUMENTATION) as page:
             visit(page, folder)
             require(not page.problems, "; ".join(page.problems))
         with browser.open(address) as page:

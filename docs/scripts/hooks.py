@@ -6,6 +6,7 @@ files of the repository.
 """
 
 import ast
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ WITHOUT_MEMBERS = (
     "ortho_vit.training",
 )  # methods that torch and Lightning call
 TAGS_AND_CODE = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
+SHORT_CELL = re.compile(r"(?<=<td>)[^<]{1,16}(?=</td>)")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -85,9 +87,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Set W^Q as W with a superscript, except in code."""
+    """Set W^Q as W with a superscript, except in code, and keep short cells of tables, such as 61.2 ± 0.6, on one line."""
+    html = SHORT_CELL.sub(lambda cell: cell[0].replace(" ", "\N{NO-BREAK SPACE}"), html)
     parts = TAGS_AND_CODE.split(html)
-    parts[::2] = [re.sub(r"\bW\^([QKVO])\b", r"W<sup>\1</sup>", text) for text in parts[::2]]
+    parts[::2] = [re.sub(r"\bW\^([QKVO])(?=ᵀ|\b)", r"W<sup>\1</sup>", text) for text in parts[::2]]
     return "".join(parts)
 
 
@@ -101,12 +104,17 @@ def public_names(source: str) -> list[str]:
     return [name for name in defined if not name.startswith("_")]
 
 
+def documented_path(module: str, name: str) -> str:
+    """Where mkdocstrings finds a public name: its definition, where a module of the same name would be taken for it."""
+    home = getattr(importlib.import_module(module), name).__module__
+    return f"{home}.{name}" if home.endswith(f".{name}") else f"{module}.{name}"
+
+
 def api_page(source: str) -> str:
     """The reference of one module: its docstring's first paragraph, and every public name."""
     module = source.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
     docstring = ast.get_docstring(ast.parse((ROOT / source).read_text(encoding="utf-8"))) or ""
     options = "\n    options: {members: false}" if module in WITHOUT_MEMBERS else ""
-    entries = "\n\n".join(
-        f"::: {module}.{name}{options}" for name in sorted(public_names(source), key=str.lower)
-    )
+    names = sorted(public_names(source), key=str.lower)
+    entries = "\n\n".join(f"::: {documented_path(module, name)}{options}" for name in names)
     return f"# {module}\n\n{docstring.split(chr(10) * 2)[0]}\n\n{entries}\n"

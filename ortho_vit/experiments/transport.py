@@ -308,7 +308,7 @@ def word_clouds(
     try:
         from gensim.models import Word2Vec
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("word vectors need gensim: pip install 'ortho_vit[text]'") from None
+        raise ModuleNotFoundError("word vectors need gensim: pip install gensim") from None
     options = {"window": 8, "min_count": 1, "sg": 1, "negative": 10, "workers": 1}
     sentences = [line for lines in texts.values() for line in lines]
     vectors = Word2Vec(sentences, vector_size=dimension, epochs=epochs, seed=seed, **options).wv

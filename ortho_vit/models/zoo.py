@@ -153,7 +153,7 @@ def create_model(
 
 
 def list_models(filter: str = "*", pretrained: bool = False) -> list[str]:
-    """The zoo's architectures that match a pattern such as "*patch16*"; with `pretrained`, the names of its weights."""
+    """The zoo's architectures that match a pattern such as `*patch16*`; with `pretrained`, the names of its weights."""
     return fnmatch.filter(available() if pretrained else sorted(SIZES), filter)
 
 
