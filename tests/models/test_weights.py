@@ -18,6 +18,7 @@ import timm
 import torch
 from torch import nn
 
+import ortho_vit
 from ortho_vit import orthogonality_error, stiefel_parameters
 from ortho_vit.models import (
     Checkpoint,
@@ -647,6 +648,31 @@ def test_a_hub_folder_needs_only_timm(tmp_path, options):
     )
     text = json.loads((hub / "config.json").read_text())
     assert (text["pretrained_cfg"]["license"], text["label_names"]) == ("CC0-1.0", ABOUT["classes"])
+
+
+PLAIN_TIMM = """
+import runpy, sys
+repaired = runpy.run_path(sys.argv[1])  # for an incomplete torchvision: timm imports it
+import safetensors.torch, timm
+model = timm.create_model(f"local-dir:{sys.argv[2]}", pretrained=True).eval()
+expected = safetensors.torch.load_file(sys.argv[3])
+print((model(expected["images"]) - expected["logits"]).abs().max().item(), "ortho_vit" in sys.modules)
+"""
+
+
+def test_a_hub_folder_loads_in_a_process_without_ortho_vit(tmp_path):
+    model = build(preserve=True)
+    torch.nn.init.normal_(model.blocks[0].attn.qkv.core, std=0.3)  # as training leaves it
+    save_checkpoint(model, NAME, folder=tmp_path, **ABOUT)
+    hub = export_for_hub(find_checkpoint(NAME, tmp_path), tmp_path / "hub")
+    expected = {"images": IMAGES, "logits": model(IMAGES).detach()}
+    safetensors.torch.save_file(expected, tmp_path / "expected.safetensors")
+    files = [Path(ortho_vit.__file__).parent / "_torchvision.py", hub, tmp_path / "expected.safetensors"]
+    command = [sys.executable, "-c", PLAIN_TIMM, *map(str, files)]
+    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    difference, imported = output.split()
+    assert float(difference) < 1e-5
+    assert imported == "False"
 
 
 def test_a_hub_folder_of_other_sizes_and_of_timms_own_models_needs_only_timm(tmp_path):
