@@ -18,7 +18,7 @@ from ortho_vit.cli import export, zoo
 from ortho_vit.cli.entry import HELP
 from ortho_vit.cli.main import CommandLine
 
-EXPERIMENTS = ("table1", "eigenvalues", "transport", "finetuning", "attention")
+EXPERIMENTS = ("table1", "eigenvalues", "transport", "finetuning", "rates", "attention")
 UNUSED = (
     "",
     "--weights_only",
