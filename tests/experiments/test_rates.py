@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 from ortho_vit.experiments import rates
 from ortho_vit.experiments.finetuning import digits_task, markdown
@@ -33,3 +34,11 @@ def test_the_command_writes_table_numbers_and_figure(tmp_path, capsys):
     (tmp_path / "rates.png").unlink()
     main(["--redraw", "--output", str(tmp_path)])
     assert (tmp_path / "rates.png").stat().st_size > 1000
+
+
+def test_the_page_has_the_table_of_the_results_beside_it():
+    docs = Path(__file__).parents[2] / "docs"
+    saved = json.loads((docs / "experiments" / "rates.json").read_text(encoding="utf-8"))
+    page = (docs / "choosing.md").read_text(encoding="utf-8")
+    assert markdown(saved["table"]) in page
+    assert "](experiments/rates.png)" in page
