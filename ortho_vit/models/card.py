@@ -156,7 +156,8 @@ class Card:
 
     def _check_kinds(self) -> None:
         for field in dataclasses.fields(self):
-            kind, value = get_origin(field.type) or field.type, getattr(self, field.name)
+            kind: Any = get_origin(field.type) or field.type
+            value = getattr(self, field.name)
             if kind in KINDS and not isinstance(value, (int, float) if kind is float else kind):
                 raise ValueError(f"{field.name} must be {KINDS[kind]}, got {value!r:.80}")
         if not all(isinstance(name, str) for name in self.classes):
