@@ -19,8 +19,8 @@ from ortho_vit.training.classifier import class_at
 FILE = "changes.jsonl"
 Changes = dict[str, tuple[Any, Any]]  # by key, as it is typed: the values before and now
 
-# Options of a data module that may change: they say where the data is and how fast it is read, not what it is.
-FREE = ("root", "download", "num_workers", "device_resident", "predict_root", "class_names")
+# Options of a data module that may change: they say how fast the data is read, not what it is.
+FREE = ("download", "num_workers", "device_resident", "predict_root")
 # Options of the trainer that may change only by permission, with the value that null stands for.
 TRAINER = {
     "precision": "32-true",
@@ -31,6 +31,10 @@ TRAINER = {
     "overfit_batches": 0.0,
 }
 LENGTHS = ("max_epochs", "max_steps")  # options of the trainer that may change: a run may become longer
+# Changes that need no permission and are recorded: a longer run, and images, which are compared, in another place
+RECORDED = {*(f"trainer.{name}" for name in LENGTHS), "data.root", "data.class_names"}
+# Options that decide which images a run trains and validates on
+SPLITTING = {"data", *(f"data.{key}" for key in ("root", "val_size", "limit", "seed", "skip_unreadable"))}
 PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -110,8 +114,7 @@ def check_changes(changes: Changes, allowed: list[str], path: str) -> None:
                 f"--allow_changes: a run cannot change {key!r}{did_you_mean(key, known)}; it may change data, "
                 f"data.OPTION, seed_everything and trainer.{{{', '.join(TRAINER)}}}"
             )
-    free = {*allowed, *(f"trainer.{name}" for name in LENGTHS)}
-    refused = {key: values for key, values in changes.items() if key not in free}
+    refused = {key: values for key, values in changes.items() if key not in {*allowed, *RECORDED}}
     if refused:
         listed = "; ".join(
             f"{key} was {_named(old)}, now {_named(new)}" for key, (old, new) in list(refused.items())[:3]

@@ -192,7 +192,14 @@ class Export:
             "trainer": {k: trainer[k] for k in TRAINER if k in trainer and trainer[k] != DEFAULTS[k].default},
             "steps": self.checkpoint["global_step"],
         }
-        return recipe | ({"changes": self.changes} if self.changes else {})
+        changes = [_without_places(line) for line in self.changes]
+        return recipe | ({"changes": changes} if changes else {})
+
+
+def _without_places(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of changes without where the data lies."""
+    places = {"data.root", *(f"data.{name}" for name in PLACES)}
+    return line | {"changes": {key: values for key, values in line["changes"].items() if key not in places}}
 
 
 def _full_name(name: str, architecture: str) -> str:

@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from ortho_vit.cli.changes import Changes, check_changes, find_changes, record_changes
+from ortho_vit.cli.changes import SPLITTING, Changes, check_changes, find_changes, record_changes
 from ortho_vit.cli.compose import config_files, expand, expand_card, refuse_classes, take_option
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Export
@@ -37,7 +37,7 @@ from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
-from ortho_vit.training.classifier import Classifier, check_classes
+from ortho_vit.training.classifier import Classifier, check_classes, check_same_images, stored_images
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
@@ -173,6 +173,9 @@ class CommandLine(DeferredCLI):
         if isinstance(ours.get("seed_everything"), bool):  # any seed, or none
             ours["seed_everything"] = read_config(run / "config.yaml").get("seed_everything")
         self._changes = find_changes(run, ours)
+        if "data.root" in self._allowed:  # recorded also where other images are in the same folder
+            root = (ours["data"].get("init_args") or {}).get("root")
+            self._changes.setdefault("data.root", (root, root))
         check_changes(self._changes, self._allowed, path)
 
     def _plain(self, config: Any) -> dict[str, Any]:
@@ -307,6 +310,7 @@ class CommandLine(DeferredCLI):
             self._step = self._preloaded.content["global_step"]
             config.checkpoints.preloaded, self._preloaded = self._preloaded, None
             self.model.new_seed = "seed_everything" in self._allowed
+            self.model.new_images = not SPLITTING.isdisjoint(self._allowed)
         elif self.subcommand != "fit" and weights is not None:
             check_classes(classes_of(weights), self.datamodule, weights)
         self.run_subcommand()
@@ -317,6 +321,8 @@ class CommandLine(DeferredCLI):
         if self.trainer.world_size == 1:  # reports missing or damaged data before the run has a folder
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
+            if (preloaded := config.checkpoints.preloaded) and not self.model.new_images:
+                check_same_images(stored_images(preloaded.content), self.datamodule, config.ckpt_path)
             if config.test_after_fit:
                 self._require_test_set()
         checkpoints: Checkpoints = config.checkpoints

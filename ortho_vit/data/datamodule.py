@@ -8,6 +8,7 @@ A data module also works without a trainer: `data.prepare_data(); data.setup("fi
 are then on the CPU; while a trainer runs they are augmented on its device.
 """
 
+import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -190,6 +191,19 @@ class ImageDataModule(L.LightningDataModule):
             named.append("…")
         classes = f"{self.num_classes} classes" + (f" ({', '.join(named)})" if named else "")
         return printable(f"{type(self).__name__}: {'; '.join([classes, ', '.join(parts), self.source])}")
+
+    def digest(self) -> str | None:
+        """A hash of the training and validation images by their names and labels, or None before `setup("fit")`.
+
+        A file is known by its own name, so that the folders above it may be moved and renamed.
+        """
+        if self.train_set is None or self.val_set is None:
+            return None
+        found = hashlib.sha256()
+        for dataset in (self.train_set, self.val_set):
+            names = [os.path.basename(str(name)) for name in dataset.names(np.arange(len(dataset)))]
+            found.update(repr((names, dataset.labels.tolist())).encode())
+        return found.hexdigest()
 
     def _ready(self, dataset: Any, stage: str) -> Any:
         if dataset is None:

@@ -3,10 +3,11 @@
 import base64
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,11 @@ def synthetic_images(shape: Sequence[int]) -> Tensor:
             value = value ^ (value >> 16)
         images.append(value % 256)
     return torch.stack(images).to(torch.uint8)
+
+
+KINDS: dict[Any, str] = {
+    dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a whole number", float: "a number",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,7 @@ class Card:
         return card
 
     def _check(self) -> None:
-        if not isinstance(self.arguments, dict) or not isinstance(self.classes, list):
-            raise ValueError("arguments must be an object and classes a list")
+        self._check_kinds()
         if not NAME.fullmatch(self.name):
             raise ValueError(
                 f"name must be architecture.tag, of letters, digits, '_', '-' and '.', got {self.name!r}"
@@ -148,6 +153,22 @@ class Card:
         self.spec  # noqa: B018  (checks constraint, projections and arguments)
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise ValueError(f"sha256 must be 64 hexadecimal digits, got {self.sha256!r}")
+
+    def _check_kinds(self) -> None:
+        for field in dataclasses.fields(self):
+            kind: Any = get_origin(field.type) or field.type
+            value = getattr(self, field.name)
+            if kind in KINDS and not isinstance(value, (int, float) if kind is float else kind):
+                raise ValueError(f"{field.name} must be {KINDS[kind]}, got {value!r:.80}")
+        if not all(isinstance(name, str) for name in self.classes):
+            raise ValueError(f"classes must be names, got {self.classes!r:.80}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            channels = self.golden.shape[1]
+            numbers = all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+            if not numbers or len(values) != channels or (name == "std" and min(values) <= 0):
+                raise ValueError(
+                    f"{name} must have a number for each of {channels} channels, got {values!r:.80}"
+                )
 
     def _check_labels(self) -> None:
         labels = self.golden.labels

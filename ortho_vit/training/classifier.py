@@ -188,6 +188,8 @@ class Classifier(L.LightningModule):
         self._compile = compile
         self.classes: list[str] | None = None  # the names of the classes it was trained on, if known
         self.new_seed = False  # whether a resumed run takes this process's seed instead of the checkpoint's
+        self.new_images = False  # whether a resumed run may have other training or validation images
+        self._images: str | None = None  # a hash of them, where the data module gives one
         self._seed: int | None = None
         self._means: dict[str, Any] = {}  # of the epoch that a resumed run continues
 
@@ -468,6 +470,8 @@ class Classifier(L.LightningModule):
         if self._seed is None:
             self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
 
+        self._images = images_of(getattr(self.trainer, "datamodule", None))
+
     def on_train_start(self) -> None:
         self._restore_means()
         count_finished_epoch_once(self.trainer)
@@ -495,6 +499,7 @@ class Classifier(L.LightningModule):
         checkpoint["ortho_vit"] = {
             "numerics": NUMERICS,
             "classes": self.classes,
+            "images": self._images,
             "seed": self._seed,
             "steps": self.steps.state_dict(),
             "means": {name: state_of(getattr(self, name)) for name in ("train_loss", "train_accuracy")},
@@ -514,6 +519,8 @@ class Classifier(L.LightningModule):
                 f"{source} is of an earlier version, whose steps round differently: the run goes on, but not to the "
                 "same bits as with that version"
             )
+        if not self.new_images:
+            check_same_images(stored_images(checkpoint), data, source)
         if saved:
             self._seed = None if self.new_seed else saved["seed"]
             self._means = saved.get("means", {})
@@ -596,6 +603,28 @@ def _renaming(trained: Sequence[str], names: Sequence[str], data: Any) -> str:
         return ""
     folder = next((key for key, name in data.class_names.items() if name == ours[0]), ours[0])
     return f", rename some with --data.class_names '{{{folder}: {theirs[0]}}}'"
+
+
+def images_of(data: Any) -> str | None:
+    """A hash of a data module's training and validation images, or None where it gives none."""
+    return data.digest() if hasattr(data, "digest") else None
+
+
+def stored_images(checkpoint: Mapping[str, Any]) -> str | None:
+    """The same of the images that a run checkpoint was trained on, or None: earlier versions had none."""
+    saved = checkpoint.get("ortho_vit")
+    return saved.get("images") if isinstance(saved, Mapping) else None
+
+
+def check_same_images(trained: str | None, data: Any, source: str) -> None:
+    """Raise ValueError where a run that is resumed would train or validate on other images than before."""
+    found = images_of(data)
+    if trained is not None and found is not None and found != trained:
+        raise ValueError(
+            f"{source} was trained on other images than {type(data).__name__} has now: some were added, removed or renamed, "
+            "so training images may become validation images.  Give it those it had, start a new run from its weights "
+            f"with --model.weights {source}, or ask for it with --allow_changes data.root"
+        )
 
 
 def keeps_manifold(run: Any) -> bool:

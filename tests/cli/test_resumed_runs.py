@@ -14,6 +14,7 @@ from ortho_vit.data import Digits
 from ortho_vit.errors import UsageError
 from ortho_vit.training.checkpointing import refuse_to_lose_steps
 from tests.helpers.command_line import work_in_copy
+from tests.helpers.image_files import class_folders, image_file
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -144,6 +145,60 @@ def test_names_of_changes_are_checked(folder, capsys):
 def test_damaged_changes_are_refused(folder, capsys):
     (RUN / "changes.jsonl").write_text("{}\n")
     refused(AGAIN, "changes.jsonl is damaged", capsys)
+
+
+# -------------------------------------------------------------------------------------------------- the images
+
+
+@pytest.fixture(scope="module")
+def trained_on_images(tmp_path_factory):
+    folder = class_folders(tmp_path_factory.mktemp("images") / "images", count=8).parent
+    data = "class_path: ortho_vit.data.ImageFolder\n  init_args: {root: images, image_size: 8, batch_size: 8}"
+    config = CONFIG.partition("data:")[0].replace("{depth: 1}", "{depth: 1, in_chans: 3}")
+    (folder / "run.yaml").write_text(f"{config}data:\n  {data}\n{CONFIG.splitlines()[-1]}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["--config", "run.yaml"]) == 0
+    return folder
+
+
+OTHER_IMAGES = "last.ckpt was trained on other images than ImageFolder has now"
+
+
+def test_images_that_were_added_are_refused_unless_asked_for(
+    trained_on_images, tmp_path, monkeypatch, capsys
+):
+    work_in_copy(trained_on_images, tmp_path, monkeypatch)
+    image_file(Path("images/cat/another.png"))
+    refused(AGAIN, OTHER_IMAGES, capsys, code=1)
+    assert main([*AGAIN, "--allow_changes", "data.root"]) == 0
+    recorded = {"data.root": ["images", "images"], "trainer.max_epochs": [1, 2]}
+    assert json.loads((RUN / "changes.jsonl").read_text())["changes"] == recorded
+    assert main([*AGAIN[:-1], "3"]) == 0  # they are the run's images from now on
+
+
+def test_images_may_be_moved_and_where_to_is_recorded(trained_on_images, tmp_path, monkeypatch, capsys):
+    work_in_copy(trained_on_images, tmp_path, monkeypatch)
+    Path("images").rename("elsewhere")
+    assert main([*AGAIN, "--data.root", "elsewhere"]) == 0
+    changes = json.loads((RUN / "changes.jsonl").read_text())["changes"]
+    assert changes == {"data.root": ["images", "elsewhere"], "trainer.max_epochs": [1, 2]}
+    last = str(
+        RUN / "checkpoints/last.ckpt"
+    )  # the run knows where its images are, and the card does not tell
+    assert main(["export", "--ckpt_path", last, "--name", "moved", "--folder", "zoo"]) == 0
+    recipe = json.loads(Path("zoo/ortho_vit_digits.moved.json").read_text())["recipe"]
+    assert recipe["changes"] == [{"step": 2, "changes": {"trainer.max_epochs": [1, 2]}}]
+
+
+def test_other_images_are_refused_from_python_too(tmp_path):
+    make_trainer(tmp_path, max_epochs=1).fit(make_classifier(), datamodule=digits())
+    last = tmp_path / "checkpoints/last.ckpt"
+    with pytest.raises(ValueError, match="was trained on other images than Digits has now"):
+        make_trainer(tmp_path).fit(make_classifier(), datamodule=digits(seed=1), ckpt_path=last)
+    model = make_classifier()
+    model.new_images = True
+    make_trainer(tmp_path).fit(model, datamodule=digits(seed=1), ckpt_path=last)
 
 
 # ------------------------------------------------------------------------------------------ nothing is lost

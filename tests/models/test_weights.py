@@ -11,6 +11,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import safetensors.torch
@@ -33,7 +34,7 @@ from ortho_vit.models import (
     verify_checkpoint,
 )
 from ortho_vit.models.card import synthetic_images
-from ortho_vit.models.weights import export_folder, only_writer
+from ortho_vit.models.weights import export_folder, only_writer, read_checkpoint
 from ortho_vit.models.zoo import build_from
 from ortho_vit.resources import checkpoints_folder
 from tests.helpers.zoo_weights import ABOUT, ARGUMENTS, NAME, PIXELS, build
@@ -341,6 +342,54 @@ def test_a_card_that_does_not_fit_is_refused(folder, fields, match):
 def test_a_file_that_is_no_card_is_refused(folder, text):
     (folder / f"{NAME}.json").write_text(text, encoding="latin-1")
     refuses(f"{NAME}.json: (not a checkpoint's card|the card lacks)")
+
+
+VALUES = [None, True, -1, "x", [None], {"class_path": "os.system"}]
+
+
+def test_any_field_of_a_card_may_be_missing_or_of_another_kind(folder):
+    """Each is refused, or makes no difference to what is loaded."""
+    path = folder / f"{NAME}.json"
+    good = json.loads(path.read_text())
+    logits = create_model(NAME, pretrained=True).eval()(IMAGES)
+    refused = 0
+    for field in good:
+        for value in [..., *VALUES]:
+            card = {key: x for key, x in good.items() if key != field} | (
+                {} if value is ... else {field: value}
+            )
+            path.write_text(json.dumps(card))
+            try:
+                model = create_model(NAME, pretrained=True)
+            except CheckpointError:
+                refused += 1
+            else:
+                assert torch.equal(model.eval()(IMAGES), logits), (field, value)
+    assert refused > len(good)
+
+
+def test_a_damaged_run_checkpoint_is_refused_or_read_as_it_was(tmp_path):
+    """Truncated anywhere, or with any bit changed."""
+    path, random = tmp_path / "run.ckpt", Random(0)
+    torch.save({"state_dict": {"w": torch.arange(64.0), "n": torch.ones(3)}, "global_step": 7}, path)
+    good = path.read_bytes()
+    damaged = [good[: random.randrange(len(good))] for _ in range(40)]
+    for _ in range(200):
+        flipped = bytearray(good)
+        flipped[random.randrange(len(good))] ^= 1 << random.randrange(8)
+        damaged.append(bytes(flipped))
+    refused = 0
+    for data in damaged:
+        path.write_bytes(data)
+        try:
+            content = read_checkpoint(path)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert content["global_step"] == 7
+            assert torch.equal(content["state_dict"]["w"], torch.arange(64.0))
+            assert torch.equal(content["state_dict"]["n"], torch.ones(3))
+    assert refused >= 120  # not the paddings between records
 
 
 def test_nothing_is_saved_of_a_model_off_the_manifold(tmp_path):
