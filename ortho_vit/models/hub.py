@@ -157,7 +157,7 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
     """Write config.json, model.safetensors and README.md in the Hugging Face hub's layout, and return the folder.
 
     `hf upload USER/NAME FOLDER` on the command line of `huggingface_hub` uploads it.
-    `timm.create_model("local-dir:<folder>", pretrained=True)` loads it, and so does "hf-hub:<user>/<name>" once uploaded.
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` loads it, and so does `"hf-hub:USER/NAME"` once uploaded.
     Neither needs `ortho_vit`: the weights are plain tensors, with cores and scales multiplied in, and the architecture is
     timm's.  Only `ortho_vit_compact`, whose stem timm does not have, needs `ortho_vit.models` to be imported.
     """

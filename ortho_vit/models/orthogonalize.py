@@ -59,7 +59,7 @@ def orthogonalize(
         projections: which of W^Q, W^K, W^V; "qk+mlp" adds both layers of every MLP, each as one block.
         init: "polar" takes the nearest orthonormal blocks, "random" uniform ones, "keep" the values as they are (for
             weights that are about to be loaded).
-        preserve: keep the network's function, with a free core after each constrained projection (see above).  With
+        preserve: keep the network's function, with a free core after each constrained projection.  With
             init="keep" the cores are identities.
         scale: give each head a learned scalar, 1 at the start, that multiplies its logits.
         verbose: print how far the blocks of each weight moved and how well conditioned they were.

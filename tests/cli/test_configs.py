@@ -63,6 +63,13 @@ def test_part_composes_with_the_quickstart(path):
         make(*arguments)
 
 
+def test_parts_with_callbacks_add_up():
+    parts = [("--config", CONFIGS / "parts" / f"{name}.yaml") for name in ("early_stopping", "swa")]
+    command = make("--config", CONFIGS / "quickstart.yaml", *(word for part in parts for word in part))
+    names = {type(callback).__name__ for callback in command.trainer.callbacks}
+    assert {"EarlyStopping", "WeightAveraging"} <= names
+
+
 ROWS = {
     f"{c}_{o}" for c in ("within", "across") for o in PAPER if not o.startswith(("sgd", "adam", "moment"))
 }
