@@ -24,6 +24,7 @@ from ortho_vit.experiments.figure import legend_below, new_figure
 from ortho_vit.experiments.finetuning import Task, digits_task, markdown
 from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
 from ortho_vit.models import create_model
+from ortho_vit.models.orthogonalize import Constraint
 from ortho_vit.optim import StiefelSGD
 from ortho_vit.training.schedule import warmup_cosine
 
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 LR, BATCH = 0.1, 64
 FACTORS = tuple(4.0**k for k in range(-3, 4))  # of LR
-CONSTRAINTS = ("within", "across")
+CONSTRAINTS: tuple[Constraint, ...] = ("within", "across")
 SWEEPS = ("one rate", "stiefel_lr")
 
 
 def error_after(
-    task: Task, constraint: str, lr: float, stiefel_lr: float | None, *, steps: int, seed: int
+    task: Task, constraint: Constraint, lr: float, stiefel_lr: float | None, *, steps: int, seed: int
 ) -> float:
     """The test error in percent after training; NaN where it diverged."""
     torch.manual_seed(seed)
