@@ -426,7 +426,7 @@ class CommandLine(DeferredCLI):
         for name, value in named_for(self.datamodule, results).items():
             label = name.replace("/", " ").replace("_", " ")
             rows[label] = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
-        if any(True for _ in self.model.model.parameters()) and self.model.hparams["constraint"] is not None:
+        if self.model.hparams["constraint"] is not None:
             rows["orthogonality error"] = f"{orthogonality_error(self.model.model):.1e}"
         if self.model.steps.skipped:
             rows["steps skipped"] = f"{self.model.steps.skipped}, not finite"

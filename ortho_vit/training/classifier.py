@@ -175,7 +175,7 @@ class Classifier(L.LightningModule):
             raise ValueError(
                 f"Classifier: constraint={constraint!r}, but no parameter of {name!r} is constrained"
             )
-        self._optimizer, self._param_groups = optimizer, param_groups or []
+        self._optimizer, self._groups = optimizer, self._parse_groups(param_groups or [])
         self._scheduler, self._interval = scheduler, scheduler_interval
         self._prepared: Prepared | None = self._prepare()  # now, so that errors come before any data is read
 
@@ -332,9 +332,13 @@ class Classifier(L.LightningModule):
         groups: dict[tuple[float, int], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                key = self._lr_scale(name), self._group_of(name)
-                groups.setdefault(key, []).append((name, parameter))
-        options = self._group_options()
+                number = next(
+                    i
+                    for i, (patterns, _) in enumerate(self._groups)
+                    if any(fnmatchcase(name, pattern) for pattern in patterns)
+                )
+                groups.setdefault((self._lr_scale(name), number), []).append((name, parameter))
+        options = [options for _, options in self._groups]
         optimizer = self._optimizer(
             [{"params": named} | options[number] for (_, number), named in groups.items()]
         )
@@ -354,26 +358,23 @@ class Classifier(L.LightningModule):
             )
         return optimizer
 
-    def _group_options(self) -> list[dict[str, Any]]:
-        """The options of each of `param_groups`, and last those of all other parameters: none."""
-        names = [name for name, _ in self.model.named_parameters()]
-        for choice in self._param_groups:
-            for pattern in _patterns(choice):
+    def _parse_groups(self, groups: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+        """The patterns and options of each of `param_groups`; the last, without options, has all other parameters."""
+        parsed: list[tuple[list[str], dict[str, Any]]] = []
+        for group in groups:
+            match = group.get("match")
+            patterns = [match] if isinstance(match, str) else match
+            if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise ValueError(
+                    f"Classifier: param_groups: {group} needs `match`, a name of parameters with wildcards or a list of them"
+                )
+            for pattern in patterns:
                 self._require(
-                    any(fnmatchcase(name, pattern) for name in names),
+                    any(fnmatchcase(name, pattern) for name, _ in self.model.named_parameters()),
                     f"param_groups: no parameter is called {pattern!r}",
                 )
-        return [
-            *({k: v for k, v in choice.items() if k != "match"} for choice in self._param_groups),
-            {},
-        ]
-
-    def _group_of(self, name: str) -> int:
-        """The number of the first of `param_groups` that matches a name, or their count."""
-        for number, choice in enumerate(self._param_groups):
-            if any(fnmatchcase(name, pattern) for pattern in _patterns(choice)):
-                return number
-        return len(self._param_groups)
+            parsed.append((patterns, {key: value for key, value in group.items() if key != "match"}))
+        return [*parsed, (["*"], {})]
 
     def _lr_scale(self, name: str) -> float:
         """layer_decay to the power of the number of layers above: none for the head, all blocks for the embeddings."""
@@ -644,17 +645,6 @@ def _seed_everything(*parts: int) -> None:
 
 
 # ------------------------------------------ optimizer and scheduler, from and to `class_path` and `init_args`
-
-
-def _patterns(choice: dict[str, Any]) -> list[str]:
-    """The names that one of `param_groups` matches."""
-    match = choice.get("match")
-    patterns = [match] if isinstance(match, str) else match
-    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(
-            f"Classifier: param_groups: {choice} needs `match`, a name of parameters with wildcards or a list of them"
-        )
-    return patterns
 
 
 def _as_factory(value: Any, kind: Kind, what: str) -> Any:
