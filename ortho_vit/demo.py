@@ -211,12 +211,13 @@ def build_app() -> Any:
                 classes = gr.Label(label="classes", num_top_classes=5, show_heading=False, elem_id="classes")
         block = gr.Slider(1, 2, value=1, step=1, label="block", elem_id="block")
         gr.Markdown(
-            "Where each head of the block looks: bright patches get most of the class token's attention."
+            "Where each head of the block looks: bright patches get most of the attention, of the class token or, in a "
+            "model without one, of all patches on average."
         )
         heads = gr.Gallery(columns=6, elem_id="heads", **gallery)
         gr.Markdown(
             "|W Wᵀ| of the block's queries and keys, all heads together: the identity within each block of orthonormal "
-            "rows.  Beside it, the same network trained without a constraint."
+            "rows.  Beside it, where there is one, the same network trained without a constraint."
         )
         grams = gr.Gallery(columns=4, elem_id="grams", **gallery)
         seen = [pixels, image, classes, heads]
