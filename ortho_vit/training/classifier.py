@@ -470,7 +470,6 @@ class Classifier(L.LightningModule):
     def on_fit_start(self) -> None:
         if self._seed is None:
             self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-
         self._images = images_of(getattr(self.trainer, "datamodule", None))
 
     def on_train_start(self) -> None:
