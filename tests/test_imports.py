@@ -40,7 +40,7 @@ PRIVATE = {
     "models/zoo.py": {"_optim_factory"},
     "optim/base.py": {"_foreach", "_guards"},
     "optim/batching.py": {"_base", "_foreach"},
-    "optim/free.py": {"_foreach"},
+    "optim/free.py": {"_foreach", "_get_capturable_supported_devices"},
     "optim/momentum.py": {"_foreach"},
     "parameter.py": {"_make_subclass", "_parameters"},
     "training/lightning_internals.py": {

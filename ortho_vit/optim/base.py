@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ortho_vit.errors import DivergedError
 from ortho_vit.optim.batching import Batch, as_rows, block_keys
-from ortho_vit.optim.free import FreeRule, Group, Part, State, new_count
+from ortho_vit.optim.free import FreeRule, Group, Part, Rules, State, new_count
 from ortho_vit.optim.sharding import Sharding
 from ortho_vit.parameter import StiefelParameter, cut_blocks, cut_free
 from ortho_vit.stiefel import full_precision, orthogonality_error, polar, working_dtype
@@ -48,6 +48,7 @@ class StiefelOptimizer(Optimizer):
 
     keeps_stiefel = True  # it knows constrained parameters: see `ortho_vit.parameter`
     free_rule: ClassVar[FreeRule]
+    rules: ClassVar[Rules] = {}  # of the family's own hyper-parameters
     exact: ClassVar[bool] = True  # it stays on the manifold
     starts_on_manifold: ClassVar[bool] = True
     squares_gradients: ClassVar[bool] = True  # so that a gradient must not be too large
@@ -59,7 +60,7 @@ class StiefelOptimizer(Optimizer):
     def _forget(self) -> None:
         """Start without anything derived from parameters and their state."""
         self._sharding = Sharding()
-        self._cuts: dict[Tensor, tuple[Any, Tensor, Tensor | None]] = {}
+        self._cuts: dict[Tensor, tuple[Any, Tensor, Tensor | None]] = {}  # layout, blocks and free rows
         self.known_norms: dict[Tensor, float] = {}  # see `_gradient_norms`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,23 +74,6 @@ class StiefelOptimizer(Optimizer):
             group.setdefault("capturable", None)  # which version 0.1 did not have
 
     # ------------------------------------------------------------------------------------------ what a family defines
-
-    def check(self, group: Group) -> None:
-        """Raise ValueError for a hyper-parameter out of range."""
-
-        def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
-            self.require(group, name, holds, rule)
-
-        require("lr", lambda lr: 0 <= lr < math.inf, "must be finite and >= 0")
-        require("stiefel_lr", lambda lr: lr is None or 0 <= lr < math.inf, "must be finite and >= 0")
-        require("weight_decay", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
-        require("capturable", lambda c: c in (None, False, True), "must be true, false or None")
-        if "shard_stiefel" in group:
-            rule = "must be true, false or a number of ranks"
-            require("shard_stiefel", lambda n: isinstance(n, int) and n >= 0, rule)
-        self.free_rule.check(require, group)
-        if reason := self.reads_device(group):
-            require("capturable", lambda c: not c, f"is not possible with {reason}")
 
     def reads_device(self, group: Group) -> str | None:
         """The option that makes a step read the device from the host, if there is one."""
@@ -116,27 +100,10 @@ class StiefelOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def require(self, group: Group, name: str, holds: Callable[[Any], bool], rule: str) -> None:
-        try:
-            good = bool(holds(group[name]))
-        except (TypeError, RuntimeError):  # of another type, or a tensor of several numbers
-            good = False
-        if not good:
-            raise ValueError(f"{type(self).__name__}: {name} {rule}, got {group[name]!r}")
-
-    def is_capturable(self, group: Group, device: torch.device) -> bool:
-        """Whether the host must not look at the device: always while compiled, by default on an accelerator."""
-        if torch.compiler.is_compiling():
-            return True
-        chosen = group["capturable"]
-        if chosen is None:
-            return device.type != "cpu" and self.reads_device(group) is None
-        return bool(chosen)
-
-    # ------------------------------------------------------------------------------------------ parameters come in
+    # ---------------------------------------------------------------------------------------------- parameters come in
 
     def add_param_group(self, param_group: Group) -> None:
-        self.check({**self.defaults, **param_group})
+        self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -147,6 +114,18 @@ class StiefelOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _check(self, group: Group) -> None:
+        """Raise ValueError for a hyper-parameter out of range."""
+        for name, (holds, rule) in {**RULES, **self.free_rule.rules, **self.rules}.items():
+            try:
+                good = name not in group or bool(holds(group[name], group))
+            except (TypeError, RuntimeError):  # of another type, or a tensor of several numbers
+                good = False
+            if not good:
+                raise ValueError(f"{type(self).__name__}: {name} {rule}, got {group[name]!r}")
+        if group["capturable"] and (reason := self.reads_device(group)):
+            raise ValueError(f"{type(self).__name__}: capturable is not possible with {reason}")
 
     def _check_parameters(self, group: Group) -> None:
         for p in group["params"]:
@@ -164,19 +143,12 @@ class StiefelOptimizer(Optimizer):
     def _put_on_manifold(self, group: Group) -> None:
         """Replace blocks that are off the manifold by their polar factors: all of them, or none and an error."""
         replaced: list[tuple[Tensor, Tensor, str]] = []
-        for parameter in group["params"]:
-            if not isinstance(parameter, StiefelParameter) or parameter.is_meta:
-                continue
-            X, name = parameter.matrices(), self.name_of(parameter)
-            error = orthogonality_error(X)
-            if error <= self._tolerance(X.dtype, group):
-                continue
-            try:
-                replaced.append((X, polar(X), f"{name} was off the manifold by {error:.2g}"))
-            except ValueError as problem:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} cannot be made orthonormal; {problem}"
-                ) from None
+        for p in group["params"]:
+            if isinstance(p, StiefelParameter) and not p.is_meta:
+                X, error = p.matrices(), orthogonality_error(p)
+                if not error <= self._tolerance(X.dtype, group):
+                    what = f"{self.name_of(p)} was off the manifold by {error:.2g}"
+                    replaced.append((X, self._nearest(p, X), what))
         for X, nearest, what in replaced:
             X.copy_(nearest)
             warnings.warn(f"{what}: replaced by its polar factor", stacklevel=5)
@@ -186,6 +158,14 @@ class StiefelOptimizer(Optimizer):
         if not self.exact or group.get("inner_steps") is not None:
             return 0.2  # a run that is resumed must find its weights as it left them
         return max(math.sqrt(torch.finfo(working_dtype(dtype)).eps), 2 * torch.finfo(dtype).eps)
+
+    def _nearest(self, p: Tensor, X: Tensor) -> Tensor:
+        try:
+            return polar(X)
+        except ValueError as problem:
+            raise ValueError(
+                f"{type(self).__name__}: {self.name_of(p)} cannot be made orthonormal; {problem}"
+            ) from None
 
     def name_of(self, parameter: Tensor) -> str:
         """How messages call a parameter: by name where the optimizer was given `named_parameters()`."""
@@ -213,8 +193,7 @@ class StiefelOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the float32 state of narrower parameters stays float32, and `shard_stiefel` as it is here."""
-        kept = [{k: group[k] for k in group if k == "shard_stiefel"} for group in self.param_groups]
-        loaded = _of_this_version(state_dict, self.defaults)
+        loaded = _of_this_version(state_dict)
         # torch adds "differentiable" to the defaults, not to the groups, of an optimizer that has loaded a state.
         needed = self.defaults.keys() - {"shard_stiefel", "differentiable"}
         for group in loaded["param_groups"]:
@@ -224,20 +203,23 @@ class StiefelOptimizer(Optimizer):
                 )
         saved = [i for group in loaded["param_groups"] for i in group["params"]]
         ours = [(p, group) for group in self.param_groups for p in group["params"]]
-        if len(saved) == len(ours):  # otherwise torch says so
-            for i, (p, group) in zip(saved, ours, strict=True):
-                if not self._fits(p, loaded["state"].get(i, {}), group):
-                    raise ValueError(
-                        f"{type(self).__name__}: the state of {self.name_of(p)} is of other blocks, or of "
-                        "another optimizer"
-                    )
+        pairs = list(zip(saved, ours, strict=False))  # where their numbers differ, torch says so
+        for i, (p, group) in pairs:
+            if len(saved) == len(ours) and not self._fits(p, loaded["state"].get(i, {}), group):
+                raise ValueError(
+                    f"{type(self).__name__}: the state of {self.name_of(p)} is of other blocks, or of another optimizer"
+                )
+        sharded = [group.get("shard_stiefel", False) for group in self.param_groups]
         super().load_state_dict(loaded)
         self._cuts.clear()
-        for group, here in zip(self.param_groups, kept, strict=True):
-            group.update(here)
-        for i, (p, _) in zip(saved, ours, strict=True):
+        for group, here in zip(self.param_groups, sharded, strict=True):
+            if "shard_stiefel" in self.defaults:
+                group["shard_stiefel"] = here
+        for i, (p, _) in pairs:
             if i in loaded["state"] and p.dtype != working_dtype(p.dtype):  # which torch has cast
-                self.state[p] = {k: _copied(v, p.device) for k, v in loaded["state"][i].items()}
+                self.state[p] = {
+                    k: v.to(p.device if v.ndim else "cpu", copy=True) for k, v in loaded["state"][i].items()
+                }
 
     def _fits(self, p: Tensor, state: State, group: Group) -> bool:
         """Whether the state is this family's, for p as it is constrained and cut now."""
@@ -279,6 +261,14 @@ class StiefelOptimizer(Optimizer):
             raise self._overflow(bad)
         return loss
 
+    def is_capturable(self, group: Group, device: torch.device) -> bool:
+        """Whether the host must not look at the device: always while compiled, by default on an accelerator."""
+        if torch.compiler.is_compiling():
+            return True
+        if group["capturable"] is None:
+            return device.type != "cpu" and self.reads_device(group) is None
+        return bool(group["capturable"])
+
     def _gradient_norms(self) -> dict[Tensor, float]:
         """‖G‖ of every parameter whose step may look at the device; raises, before anything is written, where one is bad.
 
@@ -287,23 +277,22 @@ class StiefelOptimizer(Optimizer):
         """
         if torch.compiler.is_compiling():
             return {}
-        parameters = [
-            p
+        grads = {
+            p: p.grad
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None and not self.is_capturable(group, p.device)
-        ]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if any(g.is_sparse for g in grads):
+        }
+        if any(g.is_sparse for g in grads.values()):
             raise RuntimeError(f"{type(self).__name__}: sparse gradients are not supported")
         known, self.known_norms = self.known_norms, {}
-        norms = [known.get(p, math.inf) for p in parameters]
+        norms = [known.get(p, math.inf) for p in grads]
         if not sum(norms) < LARGEST_SQUARE:
-            norms = norms_of(grads)
+            norms = norms_of(list(grads.values()))
         if not sum(norms) < LARGEST_SQUARE:
-            for p, g, norm in zip(parameters, grads, norms, strict=True):
+            for (p, g), norm in zip(grads.items(), norms, strict=True):
                 self._check_gradient(p, g, norm)
-        return dict(zip(parameters, norms, strict=True))
+        return dict(zip(grads, norms, strict=True))
 
     def _check_gradient(self, p: Tensor, g: Tensor, norm: float) -> None:
         problem = None if g.isfinite().all() else "not finite"
@@ -335,68 +324,52 @@ class StiefelOptimizer(Optimizer):
             self._init_state(p, group)
             params.append(p)
             grads.append(p.grad)
-            if not isinstance(p, StiefelParameter):
-                layouts.append(None)
-                continue
-            stacked = p.device.type != "cpu" if group["foreach"] is None else group["foreach"]
-            key = (p.shape, p.blocks, p.rows, p.dtype, p.device) if stacked else id(p)
-            layouts.append((p.blocks, p.rows, batches.setdefault(key, len(batches))))
+            layout: Layout | None = None
+            if isinstance(p, StiefelParameter):
+                stacked = p.device.type != "cpu" if group["foreach"] is None else group["foreach"]
+                key = (p.shape, p.blocks, p.rows, p.dtype, p.device) if stacked else id(p)
+                layout = p.blocks, p.rows, batches.setdefault(key, len(batches))
+            layouts.append(layout)
 
     def _init_state(self, p: Tensor, group: Group) -> None:
         """Create or correct the state of a parameter; most steps find it as they left it."""
         state, dtype = self.state[p], working_dtype(p.dtype)
-        capturable = group["capturable"] or self.is_capturable(group, p.device)
+        capturable = self.is_capturable(group, p.device)
         if p.dtype == dtype:
             state.pop("master", None)
         elif "master" not in state:
             state["master"] = p.detach().to(dtype)
         tensor = state.get("master", p)
         if not isinstance(p, StiefelParameter):
-            self.free_rule.init(Part(tensor, tensor, state), bool(capturable))
+            self.free_rule.init(Part(tensor, tensor, state), group, capturable)
             return
-        layout = (
-            tensor.data_ptr() if not tensor.is_meta else 0,
-            tensor.stride(),
-            tensor.dtype,
-            p.blocks,
-            p.rows,
-        )
+        address = 0 if tensor.is_meta else tensor.data_ptr()
+        layout = address, tensor.stride(), dtype, p.blocks, p.rows
         if "step" in state and p in self._cuts and self._cuts[p][0] == layout:
             return
         blocks, free = cut_blocks(tensor.detach(), p.blocks, p.rows), cut_free(tensor.detach(), p.rows)
         self._cuts[p] = layout, blocks, free
-        X = as_rows(blocks)
         if "step" not in state or not self._fits(p, state, group):
-            master = {key: state[key] for key in state if key == "master"}
-            state.clear()
-            state.update(master, **self.new_state(X, group), step=new_count(p, bool(capturable)))
+            for key in state.keys() - {"master"}:
+                del state[key]
+            state |= self.new_state(as_rows(blocks), group) | {"step": new_count(p, capturable)}
             if self.starts_on_manifold and not capturable:
-                self._begin_on_manifold(p, X)
+                self._begin_on_manifold(p, blocks)
                 p.copy_(tensor)
         state["step"] = state["step"].to(p.device if capturable else "cpu")  # it may have been loaded
-        for key, x in state.items():
-            if x.ndim and key != "master" and x.dtype != tensor.dtype:
-                state[key] = x.to(tensor.dtype)
+        for key in block_keys(state):
+            state[key] = state[key].to(dtype)
         if free is not None:
-            self.free_rule.init(Part(free, free, state, "free_"), bool(capturable))
+            self.free_rule.init(Part(free, free, state, "free_"), group, capturable)
 
     def _begin_on_manifold(self, p: Tensor, X: Tensor) -> None:
-        """Before the first step: weights may have been loaded since the optimizer was made."""
-        if not orthogonality_error(X) <= self._first_step_tolerance(p.dtype):
-            try:
-                X.copy_(polar(X))
-            except ValueError as problem:
-                raise ValueError(
-                    f"{type(self).__name__}: {self.name_of(p)} cannot be made orthonormal; {problem}"
-                ) from None
+        """Before the first step: weights may have been loaded since the optimizer was made.
 
-    def _first_step_tolerance(self, dtype: torch.dtype) -> float:
-        """What is left to the step itself; a method that does not measure X Xᵀ begins as exactly as it can."""
-        return (
-            math.sqrt(torch.finfo(working_dtype(dtype)).eps)
-            if self.exact
-            else 4 * torch.finfo(working_dtype(dtype)).eps
-        )
+        A small error is left to the step itself; a method that does not measure X Xᵀ begins as exactly as it can.
+        """
+        eps = torch.finfo(X.dtype).eps
+        if not orthogonality_error(X) <= (math.sqrt(eps) if self.exact else 4 * eps):
+            X.copy_(self._nearest(p, X))
 
     def _step_group(
         self,
@@ -461,8 +434,7 @@ class StiefelOptimizer(Optimizer):
             before = X.clone() if lr == 0 else None
             try:
                 self.move(X, G, state, lr, group, norm, scratch)
-            # Nothing finite, or of full rank, is left
-            except (FloatingPointError, ValueError, torch.linalg.LinAlgError):
+            except (ValueError, torch.linalg.LinAlgError):  # nothing finite, or of full rank, is left
                 if not shared:
                     raise self._overflow(batch.parameters[0]) from None
                 X.fill_(math.nan)  # which all ranks will see
@@ -492,6 +464,18 @@ class StiefelOptimizer(Optimizer):
         )
 
 
+RULES: Rules = {
+    "lr": (lambda lr, _: 0 <= lr < math.inf, "must be finite and >= 0"),
+    "stiefel_lr": (lambda lr, _: lr is None or 0 <= lr < math.inf, "must be finite and >= 0"),
+    "weight_decay": (lambda x, _: 0 <= x < math.inf, "must be finite and >= 0"),
+    "capturable": (lambda c, _: c in (None, False, True), "must be true, false or None"),
+    "shard_stiefel": (
+        lambda n, _: isinstance(n, int) and n >= 0,
+        "must be true, false or a number of ranks",
+    ),
+}
+
+
 def stiefel_lr(group: Group, host: bool) -> float | Tensor:
     """The learning rate of constrained blocks: `lr`, or `stiefel_lr` following the schedule that `lr` has gone through."""
     lr = float(group["lr"]) if host else group["lr"]
@@ -506,7 +490,7 @@ def norms_of(tensors: list[Tensor]) -> list[float]:
     if not tensors:
         return []
     norms = torch._foreach_norm(tensors)
-    together = len({n.device for n in norms}) == 1 and len({n.dtype for n in norms}) == 1
+    together = len({(n.device, n.dtype) for n in norms}) == 1
     return torch.stack([n if together else n.double().cpu() for n in norms]).tolist()
 
 
@@ -516,28 +500,17 @@ def all_finite(tensors: list[Tensor], norms: list[float] | None = None) -> bool:
     return math.isfinite(sum(norms)) or all(t.isfinite().all() for t in tensors)
 
 
-def _copied(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device, copy=True) if value.ndim else value.clone()  # counters stay where they are
-
-
-def _of_this_version(state_dict: dict[str, Any], defaults: Group) -> dict[str, Any]:
+def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of this version or of 0.1: there counters were integers, and the state of free rows a dictionary."""
 
     def upgraded(state: State) -> State:
-        if "free" in state:
-            state = {**state, **{f"free_{key}": value for key, value in state["free"].items()}}
-            del state["free"]
+        free = {f"free_{key}": value for key, value in state.get("free", {}).items()}
+        state = {key: value for key, value in state.items() if key != "free"} | free
         if isinstance(state.get("step"), int):
-            state = {**state, "step": torch.tensor(float(state["step"]))}
+            state["step"] = torch.tensor(float(state["step"]))
         return state
 
-    groups = [
-        {key: defaults[key] for key in ("capturable",) if key in defaults} | group
-        for group in state_dict["param_groups"]
-    ]
     return state_dict | {
         "state": {i: upgraded(state) for i, state in state_dict["state"].items()},
-        "param_groups": groups,
+        "param_groups": [{"capturable": None} | group for group in state_dict["param_groups"]],
     }

