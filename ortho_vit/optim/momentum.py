@@ -13,7 +13,7 @@ is the Frobenius norm of a block.  One step of StiefelSGD:
     turn      W = τ(Z)Z ;   R = (I + W Wᵀ)^(−½) ;   Ẽ = W + R̃ + W R̃
     carry     Y = X + ẼᵀX + τ(V)V
     retract   D = Y Yᵀ − I ;   R = (I + D)^(−½) ;   X ← Y + R̃Y
-    bring     U ← R⁻¹V ,   R⁻¹ − I = R̃ + D + D R̃
+    transport U ← R⁻¹V ,   R⁻¹ − I = R̃ + D + D R̃
 
 V is U½ of Algorithm 1: gradient and old momentum, projected at this X in one product.  The new U has a part along the
 new X, ηS X with S = V Vᵀ; it is symmetric, so it does not reach K − Kᵀ, and the next kick projects it out.  Without it
@@ -21,7 +21,7 @@ U is the U⁺ of the isometric integrator, whose U Uᵀ is that of V (`ortho_vit
 notation).  ρ bounds the spectral norm, so neither half of a step turns a direction by more than 39°; being up to m^(1/4)
 times too large, it may act from about 21° on at m = 384 when all directions move alike.
 
-StiefelAdam brings U to the new X at the beginning of the next step, by projecting and rescaling it, because its second
+StiefelAdam transports U to the new X at the beginning of the next step, by projecting and rescaling it, because its second
 moment makes the direction of the step another one than U's.  Square blocks (m = n; the transpose of what is stored) have
 no U: Algorithms 4 and 5.
 
@@ -118,7 +118,7 @@ def retract(X: Tensor, Y: Tensor, D: Tensor, D2: Tensor, host: bool) -> tuple[Te
     return D, R
 
 
-def turned_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, a: float, host: bool) -> Tensor:
+def turn_momentum_(U: Tensor, X: Tensor, Z: Tensor, lr: Rate, a: float, host: bool) -> Tensor:
     """U turned by Cayley((2a − 1)ηZ) with the old Z, in place: the identity at the canonical metric.
 
     U is projected at X first: turned, its part along X would no longer be symmetric.
@@ -139,15 +139,15 @@ def move_square(X: Tensor, W: Tensor, expm: Expm, host: bool, scratch: Tensor | 
     looks = host and expm == "euler"
     if not looks:
         W.mul_(rate_of(W, 1.0, host))
-    Y, D, D2 = turned(X, W, expm, host, scratch)
+    Y, D, D2 = rotated(X, W, expm, host, scratch)
     if looks and not float(frobenius(D2).amax()) < 0.95 * STEEP**4:
         W.mul_(rate_of(W, 1.0, host))
-        Y, D, D2 = turned(X, W, expm, host, scratch)
+        Y, D, D2 = rotated(X, W, expm, host, scratch)
     del W  # the retraction needs memory too
     retract(X, Y, D, D2, host)
 
 
-def turned(
+def rotated(
     X: Tensor, W: Tensor, expm: Expm, host: bool, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Y = EᵀX for square X, or (I + W)ᵀX, whose polar factor that is; with D = Y Yᵀ − I and D²."""
@@ -180,7 +180,7 @@ def sgd_step(
         Z.mul_(momentum).addcmul_(K - K.mT, kick, value=half)
         del K
         return move_square(X, Z * lr, expm, host, scratch)
-    H = turned_(U, X, Z, lr, a, host).mul_(momentum).addcmul_(G, kick)
+    H = turn_momentum_(U, X, Z, lr, a, host).mul_(momentum).addcmul_(G, kick)
     K = torch.bmm(X, H.mT)
     Z.mul_(momentum).add_(K - K.mT, alpha=half)
     V = H.baddbmm_(K.mT, X, alpha=-1)
@@ -223,8 +223,8 @@ def adam_step(
         Z.lerp_(f, 1 - beta1)
         del K, f
         return move_square(X, rescaled(Z, p).mul_(lr), expm, host, scratch)
-    brought_(U, X)
-    turned_(U, X, Z, lr, a, host)
+    transport_(U, X)
+    turn_momentum_(U, X, Z, lr, a, host)
     Z.lerp_(f, 1 - beta1)
     g = torch.baddbmm(G, K.mT, X, beta=-1, out=scratch)
     q.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -237,7 +237,7 @@ def adam_step(
     return None
 
 
-def brought_(U: Tensor, X: Tensor) -> Tensor:
+def transport_(U: Tensor, X: Tensor) -> Tensor:
     """U projected at X and rescaled to its own norm, in place.
 
     X turned by at most 39° since U was made, so the factor is at most 1.3; it is more only where somebody wrote X.

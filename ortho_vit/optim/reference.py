@@ -113,8 +113,14 @@ def isometric_adam_step(X, G, Z, U, p, q, *, lr, betas, corrections, eps, a, exp
     X_half = X @ polar(exponential(rate(Z_hat, lr) * Z_hat, expm))
     X_dagger = X_half + rate(U_hat, lr) * (U_hat - X_half @ (X_half.T @ U_hat))
     X = polar(X_dagger) if lr else X
-    brought = U - X @ (X.T @ U)
-    return X, Z, brought * (U.norm() / brought.norm()) if brought.norm() > 0 else brought, p, q
+    transported = U - X @ (X.T @ U)
+    return (
+        X,
+        Z,
+        transported * (U.norm() / transported.norm()) if transported.norm() > 0 else transported,
+        p,
+        q,
+    )
 
 
 # --------------------------------------------------------------------------------------------- with state, to be used

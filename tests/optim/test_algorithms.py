@@ -5,7 +5,7 @@ import torch
 
 from ortho_vit import StiefelParameter, optim, orthogonality_error
 from ortho_vit.optim import reference
-from ortho_vit.optim.momentum import brought_
+from ortho_vit.optim.momentum import transport_
 from ortho_vit.stiefel import random_stiefel, skew
 from tests.helpers import oracles
 
@@ -79,7 +79,7 @@ def test_stiefel_adam_is_algorithm_2(shape, a, expm, integrator, lr):
     torch.testing.assert_close(end, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(state["p"][0], oracle.p, rtol=0, atol=1e-9)
     if "U" in state and integrator == "isometric":
-        brought = brought_(state["U"].clone(), end.T[None])[0]
+        brought = transport_(state["U"].clone(), end.T[None])[0]
         torch.testing.assert_close(brought, oracle.U.T, rtol=0, atol=1e-9)
 
 
