@@ -211,7 +211,6 @@ class StiefelOptimizer(Optimizer):
                 )
         sharded = [group.get("shard_stiefel", False) for group in self.param_groups]
         super().load_state_dict(loaded)
-        self._cuts.clear()
         for group, here in zip(self.param_groups, sharded, strict=True):
             if "shard_stiefel" in self.defaults:
                 group["shard_stiefel"] = here

@@ -100,9 +100,10 @@ class AdamRule(FreeRule):
         def states(key: str) -> list[Tensor]:
             return [part.state[part.prefix + key] for part in parts]
 
-        # Where torch knows no capturing, as on a CPU, it reads its counters, which lie on the host.
-        known = torch.compiler.is_compiling() or parts[0].tensor.device.type in (
-            torch_adam._get_capturable_supported_devices()
+        # Where torch cannot capture, as on a CPU, it reads its counters, which lie on the host, and the learning rate.
+        capturable = capturable and (
+            torch.compiler.is_compiling()
+            or parts[0].tensor.device.type in torch_adam._get_capturable_supported_devices()
         )
         torch_adam.adam(
             [part.tensor for part in parts],
@@ -111,12 +112,13 @@ class AdamRule(FreeRule):
             states("exp_avg_sq"),
             [],
             states("step"),
-            capturable=capturable and known,
+            foreach=group["foreach"] if capturable or not isinstance(group["lr"], Tensor) else False,
+            capturable=capturable,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             amsgrad=False,
             decoupled_weight_decay=self.decoupled,
-            **{key: group[key] for key in ("lr", "weight_decay", "eps", "maximize", "foreach")},
+            **{key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")},
         )
 
 
