@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ortho_vit.models.orthogonalize import Constraint, Projections, check_constraint
 
-__all__ = ["Choice", "ModelSpec", "resolve"]
+__all__ = ["Choice", "ModelSpec"]
 
 Choice = Constraint | Literal["none", "default"]  # `timm.create_model` drops keywords that are None
 ATTENTION = ("constraint", "projections", "preserve", "scale")  # how attention is constrained
@@ -91,13 +91,8 @@ class ModelSpec:
         return dataclasses.replace(self, **changes)
 
     def choose(self, constraint: Choice, **others: Any) -> "ModelSpec":
-        """The description with other options of the attention; "default" and None keep an option."""
+        """The description with other options of the attention; "default", and None for the others, keep an option."""
+        if constraint == "default":
+            constraint = self.constraint
         others = {name: value for name, value in others.items() if value is not None}
-        return self.replace(constraint=resolve(constraint, self.constraint), **others)
-
-
-def resolve(choice: Choice, default: Constraint) -> Constraint:
-    """The constraint that a keyword stands for."""
-    if choice == "default":
-        return default
-    return None if choice == "none" else choice
+        return self.replace(constraint=None if constraint == "none" else constraint, **others)
