@@ -202,15 +202,12 @@ def _transposed(layer: nn.Module) -> nn.Linear:
     linear.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
     linear.bias = layer.bias  # type: ignore[assignment]
     linear.train(layer.training)
-    linear.register_state_dict_post_hook(_transpose_saved)
-    linear.register_load_state_dict_pre_hook(_transpose_loaded)
+    linear.register_state_dict_post_hook(_transpose_weight)
+    linear.register_load_state_dict_pre_hook(_transpose_weight)
     return linear
 
 
-def _transpose_saved(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    state[f"{prefix}weight"] = state[f"{prefix}weight"].T.contiguous()
-
-
-def _transpose_loaded(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    if f"{prefix}weight" in state:
-        state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+def _transpose_weight(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    key = f"{prefix}weight"
+    if key in state:
+        state[key] = state[key].T.contiguous()

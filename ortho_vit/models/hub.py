@@ -71,8 +71,6 @@ def save_checkpoint(
     if {"site-packages", "dist-packages"} & set(folder.resolve().parts):
         rule = "belongs to an installed package; choose another folder for new weights"
         raise CheckpointError(f"{folder} {rule}")
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists already; overwrite=True replaces it")
     check_weights(model, name)
     tensors = {key: x.detach().cpu().contiguous().clone() for key, x in model.state_dict().items()}
     weights = safetensors.torch.save(tensors, metadata={"format": "pt", "name": name})

@@ -76,16 +76,16 @@ def orthogonalize(
     options |= {"preserve": preserve, "scale": scale}
     tasks = [task for attention in find_attention(model) for task in _tasks(attention, **options)]
     if not tasks:
-        raise ValueError(
-            f"orthogonalize: no attention of {type(model).__name__} projects any of {projections!r}"
-        )
+        what = f"no attention of {type(model).__name__} projects any of {projections!r}"
+        raise ValueError(f"orthogonalize: {what}")
     if projections == "qk+mlp":
         tasks += _mlp_tasks(model)
     with torch.no_grad():
-        changes = [_change(task, init) for task in tasks]
-        moved = [_moved(*pair) for pair in zip(tasks, changes, strict=True) if init != "keep"]
-        for task, change in zip(tasks, changes, strict=True):
-            _apply(task, change)
+        values = [_new_values(task, init) for task in tasks]  # nothing is written until all are there
+        pairs = list(zip(tasks, values, strict=True))
+        moved = [_moved(task, matrices) for task, (matrices, _, _) in pairs if init != "keep"]
+        for task, new in pairs:
+            _apply(task, *new)
     model.orthogonal = {**options, "blocks": moved}  # type: ignore[assignment]
     if verbose:
         print(_describe(moved, preserve))
@@ -208,7 +208,7 @@ def _tasks(
     for projection in attention.projections:
         count = sum(
             part in wanted for part in projection.parts
-        )  # in the order q, k, v, so the wanted ones are first
+        )  # the first ones: they are in the order q, k, v
         if not count:
             continue
         blocks = count * projection.heads // _heads_per_block(projection, constraint)
@@ -245,15 +245,13 @@ def _mlp_tasks(model: nn.Module) -> list[Task]:
     """Both layers of every module with an fc1 and an fc2, each as a single block."""
     tasks = []
     for path, module in model.named_modules():
-        layers = [getattr(module, name, None) for name in ("fc1", "fc2")]
-        if not all(isinstance(layer, nn.Linear) for layer in layers):
+        layers = {name: getattr(module, name, None) for name in ("fc1", "fc2")}
+        if not all(isinstance(layer, nn.Linear) for layer in layers.values()):
             continue
-        for name, layer in zip(("fc1", "fc2"), layers, strict=True):
-            assert isinstance(layer, nn.Linear)
+        for name, layer in layers.items():
             projection = Projection(join_path(path, name, "weight"), layer, "weight", parts="m", heads=1)
-            task = Task(Attention(path, module, (projection,)), projection, blocks=1, rows=layer.out_features)
-            _check_weight(task)
-            tasks.append(task)
+            tasks.append(Task(Attention(path, module, ()), projection, blocks=1, rows=projection.dim))
+            _check_weight(tasks[-1])
     if not tasks:
         raise ValueError(
             f"orthogonalize: no MLP found in {type(model).__name__}; looked for modules with nn.Linear children "
@@ -318,17 +316,14 @@ def _check_core(task: Task) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------ changes
+# ------------------------------------------------------------------------------------------------------ values
+
+Values = tuple[
+    Tensor, Tensor | None, Tensor | None
+]  # of the blocks, the core and, where it changes, the bias
 
 
-@dataclass(frozen=True)
-class Change:
-    matrices: Tensor  # the new values of the constrained blocks
-    core: Tensor | None
-    bias: Tensor | None = None  # None keeps it
-
-
-def _change(task: Task, init: Init) -> Change:
+def _new_values(task: Task, init: Init) -> Values:
     W, projection, core = task.matrices, task.projection, None
     if task.core == "scale":
         core = W.new_ones(projection.heads)
@@ -336,67 +331,60 @@ def _change(task: Task, init: Init) -> Change:
         count = projection.heads if task.core == "merged" else task.blocks
         core = torch.eye(W.shape[1], dtype=W.dtype, device=W.device).repeat(count, 1, 1)
     if init == "keep":
-        return Change(W, core)
+        return W, core, None
+    what = f"orthogonalize: {projection.path}"
     if W.is_meta:
-        raise ValueError(
-            f"orthogonalize: {projection.path} is on the meta device and has no values; use init='keep'"
-        )
+        raise ValueError(f"{what} is on the meta device and has no values; use init='keep'")
     if not projection.weight.isfinite().all():
-        raise ValueError(f"orthogonalize: {projection.path} has entries that are not finite")
+        raise ValueError(f"{what} has entries that are not finite")
     if task.core in ("own", "merged"):
         return _split(task)
     if init == "random":
-        return Change(random_stiefel(*W.shape, dtype=W.dtype, device=W.device), core)
+        return random_stiefel(*W.shape, dtype=W.dtype, device=W.device), core, None
     try:
-        return Change(polar(W), core)
+        return polar(W), core, None
     except ValueError as error:
-        raise ValueError(
-            f"orthogonalize: {projection.path}: {error}; init='random' starts from scratch"
-        ) from error
+        raise ValueError(f"{what}: {error}; init='random' starts from scratch") from error
 
 
-def _split(task: Task) -> Change:
+def _split(task: Task) -> Values:
     """W = P O, in float64; P becomes the core.  P may be singular: O is then one of many.
 
-    Merged cores turn the biases b_q, b_k into P_k b_q and P_k⁻¹ b_k.  The pseudo-inverse is enough: b_k adds the same
-    number to a whole row of logits, which softmax removes.
+    With a merged core, b_q and b_k become P_k b_q and P_k⁻¹ b_k.  The pseudo-inverse is enough: b_k adds the same number
+    to a whole row of logits, which softmax removes.
     """
     W, bias = task.matrices, task.projection.owner.bias
     A, sigma, Bh = torch.linalg.svd(W.double(), full_matrices=False)
     O, P = (A @ Bh).to(W.dtype), (A * sigma.unsqueeze(-2)) @ A.mT
     if task.core == "own":
-        return Change(O, P.to(W.dtype))
+        return O, P.to(W.dtype), None
     P_q, P_k = rearrange(P, "(part head) i j -> part head i j", part=2)
-    C = (P_k @ P_q).to(W.dtype)
+    core = (P_k @ P_q).to(W.dtype)
     if bias is None:
-        return Change(O, C)
+        return O, core, None
     new = bias.detach().to(torch.float64, copy=True)
-    b_q, b_k = rearrange(new[: task.rows], "(part head r) -> part head r 1", part=2, head=len(C))
+    b_q, b_k = rearrange(new[: task.rows], "(part head r) -> part head r 1", part=2, head=len(core))
     merged = torch.stack([P_k @ b_q, torch.linalg.pinv(P_k, rtol=1e-6, hermitian=True) @ b_k])
     new[: task.rows] = rearrange(merged, "part head r 1 -> (part head r)")
-    return Change(O, C, new.to(bias.dtype))
+    return O, core, new.to(bias.dtype)
 
 
-def _apply(task: Task, change: Change) -> None:
+def _apply(task: Task, matrices: Tensor, core: Tensor | None, bias: Tensor | None) -> None:
     projection, module = task.projection, task.attention.module
-    task.matrices.copy_(change.matrices)
+    task.matrices.copy_(matrices)
     constrain(projection.owner, projection.name, blocks=task.blocks, rows=task.rows, init="keep")
-    if change.bias is not None:
-        projection.owner.bias.copy_(change.bias)
-    if change.core is not None:
-        rows = task.rows if task.core == "own" else projection.dim
-        CoredLinear.convert(projection.owner, change.core, rows)
+    if bias is not None:
+        projection.owner.bias.copy_(bias)
+    if core is not None:
+        CoredLinear.convert(projection.owner, core, task.rows if task.core == "own" else projection.dim)
         if hasattr(module, "qkv_bias_separate"):
             # Its forward then calls the layer and adds the biases; it would read the weight past the core otherwise.
             module.qkv_bias_separate = True  # type: ignore[assignment]
 
 
-# ----------------------------------------------------------------------------------------------------- report
-
-
-def _moved(task: Task, change: Change) -> dict[str, Any]:
+def _moved(task: Task, matrices: Tensor) -> dict[str, Any]:
     """For each block of a weight |O − W| / |W| (Frobenius), and the condition number of W."""
-    W, O = task.matrices.double(), change.matrices.double()
+    W, O = task.matrices.double(), matrices.double()
     moved = torch.linalg.matrix_norm(O - W) / torch.linalg.matrix_norm(W)
     gram = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
     eigenvalues = torch.linalg.eigvalsh(gram).clamp_min(0)  # float64: right for condition numbers up to 1e7
@@ -412,7 +400,6 @@ def _describe(weights: list[dict[str, Any]], preserve: bool) -> str:
         f"condition numbers up to {max(weight['condition']):.3g}"
         for weight in weights
     ]
-    kept = "preserve=True: the network computes what it did before"
-    return "\n".join(
-        [*rows, kept if preserve else "the network's function has changed; preserve=True would keep it"]
-    )
+    changed = "the network's function has changed; preserve=True would keep it"
+    same = "preserve=True: the network computes what it did before"
+    return "\n".join([*rows, same if preserve else changed])

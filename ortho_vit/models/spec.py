@@ -55,10 +55,8 @@ class ModelSpec:
         """
         own = {f.name: options[f.name] for f in dataclasses.fields(cls) if f.name in options}
         arguments = dict(options.get("model_kwargs") or own.pop("arguments", None) or {})
-        for name in EARLIER:
-            if name not in arguments:
-                continue
-            value, default = arguments.pop(name), cls.__dataclass_fields__[name].default
+        for name in [name for name in EARLIER if name in arguments]:
+            value, default = arguments.pop(name), getattr(cls, name)
             if own.get(name, default) not in (default, value):
                 raise ValueError(f"{name} is {own[name]!r}, but {value!r} in model_kwargs; give it once")
             own[name] = value

@@ -190,7 +190,7 @@ def write_checkpoint(
     finish_exports(weights.parent)
     with only_writer(weights):
         if weights.exists() and not overwrite:
-            raise CheckpointError(f"{weights} was written by another process; overwrite=True replaces it")
+            raise CheckpointError(f"{weights} exists already; overwrite=True replaces it")
         try:
             write_whole(_staged(weights), data)
             check(Checkpoint(card, _staged(weights)))

@@ -1,15 +1,5 @@
 """The zoo, and the way from a name to a model.
 
-    name                             image    patch   width   depth   heads   mlp   parameters
-    ortho_vit_digits                  8×8×1     4       64      3       4      2       0.1 M
-    ortho_vit_pico                   32×32      8       96      4       6      2       0.3 M
-    ortho_vit_nano                   32×32      4       96      4       6      2       0.3 M
-    ortho_vit_compact                32×32     (4)     128      2       2      1       0.3 M   convolutional stem
-    ortho_vit_cifar                  32×32      4      384      7      12      1       6.3 M   the paper's
-    ortho_vit_tiny_patch16_224      224×224    16      192     12       3      4       5.7 M   DeiT's
-    ortho_vit_small_patch16_224     224×224    16      384     12       6      4        22 M   DeiT's
-    ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
-
 Each is timm's `VisionTransformer` and is registered with timm, as are our optimizers.  Each takes timm's keywords and those
 of `create_model`; `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
 
@@ -48,26 +38,24 @@ from ortho_vit.models.weights import (
 
 __all__: list[str] = []  # `register_model` adds each name
 
+# Hidden layers of the MLPs that are as wide as the model and twice as wide; timm's default is 4 times
 SQUARE, NARROW = {"mlp_ratio": 1, "qkv_bias": False}, {"mlp_ratio": 2, "qkv_bias": False}
 POOLED = {"class_token": False, "global_pool": "avg", "fc_norm": False}
-SIZES: dict[str, dict[str, Any]] = {
-    "ortho_vit_digits": {"patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, **NARROW},
-    "ortho_vit_pico": {"patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 6, **NARROW},
-    "ortho_vit_nano": {"patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, **NARROW},
+SIZES: dict[str, dict[str, Any]] = {  # with the number of parameters
+    "ortho_vit_digits": {"patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, **NARROW},  # 0.1 M
+    "ortho_vit_pico": {"patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 6, **NARROW},  # 0.3 M
+    "ortho_vit_nano": {"patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, **NARROW},  # 0.3 M
+    # 0.3 M, with a convolutional stem
     "ortho_vit_compact": {"patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 2, **SQUARE, **POOLED},
-    # Kong, Wang & Tao (ICLR 2023), section 4.2: 6,260,746 parameters
+    # 6,260,746, as in Kong, Wang & Tao (ICLR 2023), section 4.2
     "ortho_vit_cifar": {"patch_size": 4, "embed_dim": 384, "depth": 7, "num_heads": 12, **SQUARE},
+    # 5.7 M, 22 M and 87 M, as DeiT
     "ortho_vit_tiny_patch16_224": {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},
     "ortho_vit_small_patch16_224": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
     "ortho_vit_base_patch16_224": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
 }
 
-INPUT: dict[str, Any] = {
-    "first_conv": "patch_embed.proj",
-    "classifier": "head",
-    "fixed_input_size": True,
-    "license": "mit",
-}
+INPUT = {"first_conv": "patch_embed.proj", "classifier": "head", "fixed_input_size": True, "license": "mit"}
 DIGITS = {**INPUT, "input_size": (1, 8, 8), "num_classes": 10, "crop_pct": 1.0}
 DIGITS |= {"mean": (0.3053,), "std": (0.3759,)}
 CIFAR = {**INPUT, "input_size": (3, 32, 32), "num_classes": 10, "crop_pct": 1.0}
@@ -118,8 +106,7 @@ def create_model(
         verify: check that the loaded weights give the logits on their card.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
     """
-    chosen: dict[str, Any] = {"projections": projections, "preserve": preserve, "scale": scale}
-    chosen["constraint"] = constraint
+    chosen: Any = {"constraint": constraint, "projections": projections, "preserve": preserve, "scale": scale}
     checkpoint = _checkpoint_for(name, pretrained, checkpoints)
     if checkpoint is not None:
         return load_checkpoint(checkpoint, weights=pretrained, verify=verify, **chosen, **kwargs)
