@@ -51,9 +51,8 @@ class Golden:
     @classmethod
     def of(cls, pixels: Tensor, labels: Sequence[int], logits: Tensor) -> "Golden":
         if pixels.dtype != torch.uint8 or pixels.ndim != 4:
-            raise CheckpointError(
-                f"pixels must be uint8 (n, channels, height, width), got {pixels.dtype} {tuple(pixels.shape)}"
-            )
+            rule = "pixels must be uint8 (n, channels, height, width)"
+            raise CheckpointError(f"{rule}, got {pixels.dtype} {tuple(pixels.shape)}")
         synthetic = not labels and torch.equal(pixels, synthetic_images(pixels.shape))
         data = SYNTHETIC if synthetic else base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
         rounded = [[round(x, 6) for x in row] for row in logits.tolist()]
@@ -173,9 +172,8 @@ class Card:
         """The same; raises CheckpointError if it is above `GOLDEN_TOLERANCE`."""
         error = self.golden_error(model)
         if not error <= GOLDEN_TOLERANCE:
-            raise CheckpointError(
-                f"{self.name}: logits differ from the card's by {error:.2g}, more than {GOLDEN_TOLERANCE:.0e}"
-            )
+            by = f"{error:.2g}, more than {GOLDEN_TOLERANCE:.0e}"
+            raise CheckpointError(f"{self.name}: logits differ from the card's by {by}")
         return error
 
 

@@ -122,16 +122,15 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...], what: str)
 
 def _check_options(projections: str, init: str, preserve: bool, scale: bool) -> None:
     _check_choice("init", init, get_args(Init), "orthogonalize")
-    if preserve and init == "random":
-        raise ValueError(
-            "orthogonalize: preserve=True keeps the weights' function, so init must be 'polar', not 'random'"
-        )
-    if preserve and projections == "qk+mlp":
-        raise ValueError(
-            "orthogonalize: preserve=True has no core for an MLP, so projections must be 'q', 'qk' or 'qkv', "
-            "not 'qk+mlp'"
-        )
-    if preserve and scale:
+    if not preserve:
+        return
+    if init == "random":
+        rule = "preserve=True keeps the weights' function, so init must be 'polar', not 'random'"
+        raise ValueError(f"orthogonalize: {rule}")
+    if projections == "qk+mlp":
+        rule = "preserve=True has no core for an MLP, so projections must be 'q', 'qk' or 'qkv', not 'qk+mlp'"
+        raise ValueError(f"orthogonalize: {rule}")
+    if scale:
         raise ValueError("orthogonalize: the cores of preserve=True include a scale; use scale=False with it")
 
 
@@ -179,7 +178,6 @@ class CoredLinear(nn.Linear):
 
 # -------------------------------------------------------------------------------------------------------- tasks
 
-
 # A scalar for each head of q; with preserve=True a matrix for each block, or one for q and k of each head, on q
 Core = Literal["scale", "own", "merged"] | None
 
@@ -206,9 +204,7 @@ def _tasks(
     wanted, tasks = projections.removesuffix("+mlp"), []
     merged = constraint in ("within", 1) and wanted == "qk" and _is_plain(attention.module)
     for projection in attention.projections:
-        count = sum(
-            part in wanted for part in projection.parts
-        )  # the first ones: they are in the order q, k, v
+        count = sum(part in wanted for part in projection.parts)  # the first ones, as parts are ordered
         if not count:
             continue
         blocks = count * projection.heads // _heads_per_block(projection, constraint)

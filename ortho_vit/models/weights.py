@@ -45,7 +45,7 @@ ROUNDED_TOLERANCE = 5e-2
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-# ----------------------------------------------------------------------------------------------------------- places
+# ----------------------------------------------------------------------------------------------------------- finding
 
 
 def export_folder() -> Path:
@@ -70,9 +70,6 @@ def _places(source: Source | None) -> list[str]:
         return [os.fspath(source)]
     places = [os.environ.get("ORTHO_VIT_CHECKPOINTS"), str(checkpoints_folder())]
     return sorted(filter(None, places), key=lambda place: _is_address(place) and not place.endswith(ENDINGS))
-
-
-# ----------------------------------------------------------------------------------------------------------- finding
 
 
 @dataclass(frozen=True)
