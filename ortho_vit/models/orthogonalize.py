@@ -186,7 +186,7 @@ Core = Literal["scale", "own", "merged"] | None
 class Task:
     """Constrain the first `rows` rows of one weight as `blocks` blocks."""
 
-    attention: Attention  # or an MLP, with the same fields
+    module: nn.Module  # the attention or the MLP
     projection: Projection
     blocks: int
     rows: int
@@ -213,7 +213,7 @@ def _tasks(
             core = "merged" if merged else "own"
         elif scale and "q" in projection.parts:
             core = "scale"
-        task = Task(attention, projection, blocks, count * projection.dim, core)
+        task = Task(attention.module, projection, blocks, count * projection.dim, core)
         _check_weight(task)
         _check_fit(task, constraint)
         _check_core(task)
@@ -246,7 +246,7 @@ def _mlp_tasks(model: nn.Module) -> list[Task]:
             continue
         for name, layer in layers.items():
             projection = Projection(join_path(path, name, "weight"), layer, "weight", parts="m", heads=1)
-            tasks.append(Task(Attention(path, module, ()), projection, blocks=1, rows=projection.dim))
+            tasks.append(Task(module, projection, blocks=1, rows=projection.dim))
             _check_weight(tasks[-1])
     if not tasks:
         raise ValueError(
@@ -289,7 +289,7 @@ def _check_core(task: Task) -> None:
     """
     if task.core is None:
         return
-    owner, module, path = task.projection.owner, task.attention.module, task.projection.path
+    owner, module, path = task.projection.owner, task.module, task.projection.path
     option = "scale" if task.core == "scale" else "preserve"
     norm = getattr(module, "q_norm", None)
     norm_weight = getattr(norm, "weight", None)
@@ -301,7 +301,7 @@ def _check_core(task: Task) -> None:
     if not isinstance(owner, nn.Linear):
         raise ValueError(
             f"orthogonalize: {option}=True needs a place for a core after the projection, and {type(owner).__name__} "
-            f"({task.attention.path}) has none; use {option}=False"
+            f"({path.rpartition('.')[0]}) has none; use {option}=False"
         )
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
     reads = code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
@@ -366,7 +366,7 @@ def _split(task: Task) -> Values:
 
 
 def _apply(task: Task, matrices: Tensor, core: Tensor | None, bias: Tensor | None) -> None:
-    projection, module = task.projection, task.attention.module
+    projection, module = task.projection, task.module
     task.matrices.copy_(matrices)
     constrain(projection.owner, projection.name, blocks=task.blocks, rows=task.rows, init="keep")
     if bias is not None:
