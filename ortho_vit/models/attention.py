@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 __all__ = ["Attention", "Projection", "conv1d_to_linear", "find_attention", "join_path"]
 
+Model = TypeVar("Model", bound=nn.Module)
+
 PARTS = {"qkv": "qkv", "qk": "qk", "kv": "kv", "q": "q", "k": "k", "v": "v"}
 PARTS |= {"q_proj": "q", "k_proj": "k", "v_proj": "v", "wq": "q", "wk": "k", "wv": "v"}
 PARTS |= {"query": "q", "key": "k", "value": "v", "c_attn": "qkv", "q_attn": "q"}
@@ -171,8 +173,6 @@ def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ GPT-2's layers
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def conv1d_to_linear(model: Model) -> Model:

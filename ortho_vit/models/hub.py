@@ -24,8 +24,6 @@ from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["export_for_hub", "save_checkpoint"]
 
-GOLDEN_COUNT = 8
-
 
 def save_checkpoint(
     model: nn.Module,
@@ -75,7 +73,7 @@ def save_checkpoint(
     tensors = {key: x.detach().cpu().contiguous().clone() for key, x in model.state_dict().items()}
     weights = safetensors.torch.save(tensors, metadata={"format": "pt", "name": name})
     if pixels is None:
-        pixels, labels = synthetic_images([GOLDEN_COUNT, *_input_size(model)]), ()
+        pixels, labels = synthetic_images([8, *_input_size(model)]), ()
     noted: dict[str, Any] = getattr(model, "orthogonal", ModelSpec(name).attention)
     card = Card(
         name=name,

@@ -20,7 +20,7 @@ rows, or the other way round where the hidden layer is the narrower one.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import timm.layers
 import torch
@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ortho_vit.models.attention import Attention, Projection, find_attention, join_path
+from ortho_vit.models.attention import Attention, Model, Projection, find_attention, join_path
 from ortho_vit.parameter import StiefelParameter, check_blocks, constrain, stiefel_parameters
 from ortho_vit.stiefel import polar, random_stiefel
 
@@ -37,7 +37,6 @@ __all__ = ["Constraint", "CoredLinear", "Init", "Projections", "orthogonalize", 
 Constraint = Literal["within", "across"] | int | None
 Projections = Literal["q", "qk", "qkv", "qk+mlp"]
 Init = Literal["polar", "random", "keep"]
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def orthogonalize(
