@@ -10,18 +10,6 @@ from ortho_vit.models.weights import Checkpoint, find_checkpoint
 from ortho_vit.models.zoo import create_model, list_models, load_checkpoint, verify_checkpoint
 
 __all__ = [
-    "Card",
-    "Checkpoint",
-    "CheckpointError",
-    "ModelSpec",
-    "conv1d_to_linear",
-    "create_model",
-    "export_for_hub",
-    "find_checkpoint",
-    "list_models",
-    "load_checkpoint",
-    "orthogonalize",
-    "release",
-    "save_checkpoint",
-    "verify_checkpoint",
-]
+    "Card", "Checkpoint", "CheckpointError", "ModelSpec", "conv1d_to_linear", "create_model", "export_for_hub",
+    "find_checkpoint", "list_models", "load_checkpoint", "orthogonalize", "release", "save_checkpoint", "verify_checkpoint",
+]  # fmt: skip

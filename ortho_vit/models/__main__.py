@@ -45,16 +45,8 @@ def _row(card: Card) -> str:
     constraint = f"{card.constraint} heads per block" if grouped else str(card.constraint or "none")
     tested = card.accuracy.get("test/accuracy")
     accuracy = f"{card.accuracy['val/accuracy']:.2%} (validation)" if tested is None else f"{tested:.2%}"
-    cells = [
-        f"`{card.name}`",
-        constraint,
-        card.optimizer_name,
-        card.data,
-        accuracy,
-        error,
-        f"{card.parameters:,}",
-    ]
-    return f"| {' | '.join(cells)} |"
+    cells = [f"`{card.name}`", constraint, card.optimizer_name, card.data, accuracy, error]
+    return f"| {' | '.join(cells)} | {card.parameters:,} |"
 
 
 def main(arguments: list[str]) -> int:

@@ -18,14 +18,15 @@ would leave a part of the model unconstrained.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from einops import rearrange
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Projection", "conv1d_to_linear", "find_attention"]
+__all__ = ["Attention", "Projection", "conv1d_to_linear", "find_attention", "join_path"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 PARTS = {"qkv": "qkv", "qk": "qk", "kv": "kv", "q": "q", "k": "k", "v": "v"}
 PARTS |= {"q_proj": "q", "k_proj": "k", "v_proj": "v", "wq": "q", "wk": "k", "wv": "v"}
@@ -39,7 +40,7 @@ class Projection:
     """A weight whose rows are the projections named by `parts`, one after the other, each of `heads` equal heads."""
 
     path: str  # of the parameter, as in the state dict
-    owner: nn.Module  # an nn.Linear, or the nn.MultiheadAttention itself
+    owner: Any  # an nn.Linear, or the nn.MultiheadAttention itself
     name: str  # of the parameter in its owner
     parts: str  # "qkv", "kv", "q", ...
     heads: int
@@ -53,12 +54,14 @@ class Projection:
         """The rows of each part: heads · d_k."""
         return self.weight.shape[0] // len(self.parts)
 
+    @property
+    def d_k(self) -> int:
+        return self.dim // self.heads
+
     def heads_of(self, part: str) -> Tensor:
         """The rows of "q", "k" or "v", one block for each head: a view (heads, d_k, d_model) of the weight."""
-        parts = rearrange(
-            self.weight, "(part head d_k) n -> part head d_k n", part=len(self.parts), head=self.heads
-        )
-        return parts[self.parts.index(part)]
+        W = rearrange(self.weight, "(part head d_k) n -> part head d_k n", d_k=self.d_k, head=self.heads)
+        return W[self.parts.index(part)]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Attention:
     path: str
     module: nn.Module
     projections: tuple[Projection, ...]
+
+
+def join_path(*names: str) -> str:
+    """The path of a parameter or module; the path of the model itself is empty."""
+    return ".".join(filter(None, names))
 
 
 def find_attention(model: nn.Module) -> list[Attention]:
@@ -82,14 +90,16 @@ def find_attention(model: nn.Module) -> list[Attention]:
 
 def _attention(path: str, module: nn.Module) -> Attention | None:
     if isinstance(module, nn.MultiheadAttention):
-        return Attention(path, module, tuple(_multihead_projections(path, module)))
-    children = {name: child for name, child in module.named_children() if name in PARTS}
-    children = {name: child for name, child in children.items() if not isinstance(child, nn.Identity)}
-    held = "".join(_parts(module, name) for name in children)
+        names = {"in_proj_weight": "qkv", "q_proj_weight": "q", "k_proj_weight": "k", "v_proj_weight": "v"}
+        weights = [name for name in names if getattr(module, name) is not None]
+        found = [Projection(join_path(path, x), module, x, names[x], module.num_heads) for x in weights]
+        return Attention(path, module, tuple(found))
+    children = [(name, child) for name, child in module.named_children() if name in PARTS]
+    children = [(name, child) for name, child in children if not isinstance(child, nn.Identity)]
+    held = "".join(_parts(module, name) for name, _ in children)
     if "k" not in held or ("q" not in held and _head_count(module) is None):
         return None
-    projections = (_projection(path, module, name, child) for name, child in children.items())
-    return Attention(path, module, tuple(projections))
+    return Attention(path, module, tuple(_projection(path, module, *child) for child in children))
 
 
 def _parts(module: nn.Module, name: str) -> str:
@@ -97,18 +107,9 @@ def _parts(module: nn.Module, name: str) -> str:
     return "kv" if name == "c_attn" and hasattr(module, "q_attn") else PARTS[name]
 
 
-def _multihead_projections(path: str, module: nn.MultiheadAttention) -> Iterator[Projection]:
-    if module.in_proj_weight is not None:
-        yield Projection(_join(path, "in_proj_weight"), module, "in_proj_weight", "qkv", module.num_heads)
-        return
-    for part in "qkv":
-        name = f"{part}_proj_weight"
-        yield Projection(_join(path, name), module, name, part, module.num_heads)
-
-
 def _projection(path: str, module: nn.Module, name: str, child: nn.Module) -> Projection:
     """The child as a projection, if its rows are ordered (part, head, d_k)."""
-    what, parts = f"orthogonalize: {_join(path, name)} of {type(module).__name__}", _parts(module, name)
+    what, parts = f"orthogonalize: {join_path(path, name)} of {type(module).__name__}", _parts(module, name)
     num_heads = _head_count(module)
     if _is_conv1d(child):
         raise ValueError(
@@ -119,34 +120,28 @@ def _projection(path: str, module: nn.Module, name: str, child: nn.Module) -> Pr
         raise ValueError(f"{what} is a {type(child).__name__}; only an nn.Linear can be constrained")
     if num_heads is None:
         raise ValueError(f"{what}: the module does not say its number of heads (num_heads or heads)")
-    if len(parts) > 1 and _is_interleaved(module):
+    interleaved = hasattr(module, "key_dim") or hasattr(module, "multi_query")  # (head, part, d_k)
+    if len(parts) > 1 and (interleaved or getattr(module, "head_first", False)):
         raise ValueError(
             f"{what} is ordered head by head (q, k and v interleaved); only (q, k, v), each by heads, is known"
         )
     dim, remainder = divmod(child.out_features, len(parts))
-    head_dim = getattr(module, "head_dim", None)
-    heads = dim // head_dim if isinstance(head_dim, int) else num_heads  # grouped queries: fewer for k
+    # heads · d_k is num_heads · head_dim, or the number of inputs of a layer: the output projection takes v
+    widths = {layer.in_features for layer in module.children() if isinstance(layer, nn.Linear)}
+    head_dim, heads = getattr(module, "head_dim", None), num_heads
+    if isinstance(head_dim, int):
+        widths.add(num_heads * head_dim)
+        heads = dim // head_dim  # grouped queries: fewer for k
     divides = not remainder and heads and not dim % heads and not (heads % num_heads and num_heads % heads)
     if parts == "q" and heads != num_heads:
         raise ValueError(
             f"{what} has {child.out_features} rows for {num_heads} heads of d_k = {head_dim}: it holds more than q"
         )
-    if not divides or (len(parts) > 1 and dim not in _widths(module, num_heads, head_dim)):
+    if not divides or (len(parts) > 1 and dim not in widths):
         raise ValueError(
             f"{what} has {child.out_features} rows, which are not {len(parts)} × heads × d_k for {num_heads} heads"
         )
-    return Projection(_join(path, name, "weight"), child, "weight", parts, heads)
-
-
-def _is_interleaved(module: nn.Module) -> bool:
-    """Whether the rows of a fused weight are ordered (head, part, d_k)."""
-    return getattr(module, "head_first", False) or any(hasattr(module, x) for x in ("key_dim", "multi_query"))
-
-
-def _widths(module: nn.Module, num_heads: int, head_dim: int | None) -> set[int]:
-    """Possible values of heads · d_k: num_heads · head_dim, or the inputs of a layer (the output projection takes v)."""
-    widths = {child.in_features for child in module.children() if isinstance(child, nn.Linear)}
-    return widths | ({num_heads * head_dim} if isinstance(head_dim, int) else set())
+    return Projection(join_path(path, name, "weight"), child, "weight", parts, heads)
 
 
 def _head_count(module: nn.Module) -> int | None:
@@ -165,8 +160,8 @@ def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and FUSED.search(name) and name not in PARTS:
                 raise ValueError(
-                    f"orthogonalize: {_join(path, name)} of {type(module).__name__} holds q and k in an order that is not "
-                    "known; call constrain(module, blocks=..., rows=...) on it, or name it qkv if that is its order"
+                    f"orthogonalize: {join_path(path, name)} of {type(module).__name__} holds q and k in an order that "
+                    "is not known; call constrain(module, blocks=..., rows=...) on it, or name it qkv if that is its order"
                 )
         known = any(a.path == path or a.path.startswith(path + ".") or not path for a in found)
         has_weights = any(p.ndim > 1 for p in module.parameters())
@@ -179,8 +174,6 @@ def _refuse_unknown(model: nn.Module, found: list[Attention]) -> None:
 
 # ------------------------------------------------------------------------------------------------ GPT-2's layers
 
-Model = TypeVar("Model", bound=nn.Module)
-
 
 def conv1d_to_linear(model: Model) -> Model:
     """Replace the Conv1D layers that hold q, k and v (GPT-2's c_attn) by nn.Linear, in place; return the model.
@@ -189,10 +182,7 @@ def conv1d_to_linear(model: Model) -> Model:
     it is saved and back when it is loaded, so checkpoints also fit the original model.  Call it before an optimizer is
     given the parameters.
     """
-    owners = [
-        module for module in model.modules() if any(name in PARTS for name, _ in module.named_children())
-    ]
-    for owner in owners:
+    for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if name in PARTS and _is_conv1d(child):
                 setattr(owner, name, _transposed(child))
@@ -206,27 +196,18 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _transposed(layer: nn.Module) -> nn.Linear:
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, nn.Parameter)
-    assert isinstance(bias, nn.Parameter)
+    weight: Any = layer.weight
     inputs, outputs = weight.shape
     linear = nn.Linear(inputs, outputs, device="meta")
     linear.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
-    linear.bias = bias
+    linear.bias = layer.bias  # type: ignore[assignment]
     linear.train(layer.training)
-    linear.register_state_dict_post_hook(_transpose_saved)
-    linear.register_load_state_dict_pre_hook(_transpose_loaded)
+    linear.register_state_dict_post_hook(_transpose_weight)
+    linear.register_load_state_dict_pre_hook(_transpose_weight)
     return linear
 
 
-def _transpose_saved(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    state[f"{prefix}weight"] = state[f"{prefix}weight"].T.contiguous()
-
-
-def _transpose_loaded(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    if f"{prefix}weight" in state:
-        state[f"{prefix}weight"] = state[f"{prefix}weight"].T
-
-
-def _join(*names: str) -> str:
-    return ".".join(name for name in names if name)
+def _transpose_weight(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    key = f"{prefix}weight"
+    if key in state:
+        state[key] = state[key].T.contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError
 from ortho_vit.models.orthogonalize import Constraint, Projections
-from ortho_vit.models.spec import ModelSpec
+from ortho_vit.models.spec import ATTENTION, ModelSpec
 
 __all__ = ["Card", "CheckpointError", "Golden", "synthetic_images"]
 
@@ -25,17 +25,13 @@ SYNTHETIC = "synthetic"
 
 def synthetic_images(shape: Sequence[int]) -> Tensor:
     """Images (n, channels, height, width) of uint8 noise in squares of 1, 2 or 4 pixels: the same on every machine."""
-    n, channels, height, width = shape
-    images = []
-    for i in range(n):
-        size = 2 ** (i % 3)
-        c, y, x = torch.meshgrid(*(torch.arange(k) for k in (channels, height, width)), indexing="ij")
-        value = ((i * channels + c) * 4096 + y // size) * 4096 + x // size + 1
-        for _ in range(3):  # an integer hash: multiply, then fold the high bits into the low ones
-            value = (value * 73244475) % 2**32
-            value = value ^ (value >> 16)
-        images.append(value % 256)
-    return torch.stack(images).to(torch.uint8)
+    i, c, y, x = torch.meshgrid(*(torch.arange(k) for k in shape), indexing="ij")
+    size = 2 ** (i % 3)
+    value = ((i * shape[1] + c) * 4096 + y // size) * 4096 + x // size + 1
+    for _ in range(3):  # an integer hash: multiply, then fold the high bits into the low ones
+        value = (value * 73244475) % 2**32
+        value = value ^ (value >> 16)
+    return (value % 256).to(torch.uint8)
 
 
 KINDS: dict[Any, str] = {
@@ -55,11 +51,10 @@ class Golden:
     @classmethod
     def of(cls, pixels: Tensor, labels: Sequence[int], logits: Tensor) -> "Golden":
         if pixels.dtype != torch.uint8 or pixels.ndim != 4:
-            raise CheckpointError(
-                f"pixels must be uint8 (n, channels, height, width), got {pixels.dtype} {tuple(pixels.shape)}"
-            )
-        same = not labels and torch.equal(pixels, synthetic_images(pixels.shape))
-        data = SYNTHETIC if same else base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
+            rule = "pixels must be uint8 (n, channels, height, width)"
+            raise CheckpointError(f"{rule}, got {pixels.dtype} {tuple(pixels.shape)}")
+        synthetic = not labels and torch.equal(pixels, synthetic_images(pixels.shape))
+        data = SYNTHETIC if synthetic else base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
         rounded = [[round(x, 6) for x in row] for row in logits.tolist()]
         return cls(list(pixels.shape), data, list(labels), rounded)
 
@@ -112,10 +107,8 @@ class Card:
     @property
     def spec(self) -> ModelSpec:
         """The description of the model; its name is the architecture, without the tag."""
-        values = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(ModelSpec) if hasattr(self, f.name)
-        }
-        return ModelSpec.from_options(values | {"name": self.architecture, "num_classes": len(self.classes)})
+        options = {key: getattr(self, key) for key in (*ATTENTION, "arguments")}
+        return ModelSpec.from_options(options | {"name": self.architecture, "num_classes": len(self.classes)})
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
@@ -125,34 +118,18 @@ class Card:
         """Read a card.  Unknown keys are ignored, as later versions may add some."""
         try:
             stored = json.loads(text)
-            stored = {
-                "scale": False,
-                "crop_pct": crop_pct_of(stored["recipe"]),
-            } | stored  # not in version 0.1
-            values = {f.name: stored[f.name] for f in dataclasses.fields(cls)}
+            earlier = {"scale": False, "crop_pct": crop_pct_of(stored["recipe"])}  # not in version 0.1
+            values = {f.name: (earlier | stored)[f.name] for f in dataclasses.fields(cls)}
             card = cls(**values | {"golden": Golden(**stored["golden"])})
             card.golden.images()
-            card._check()
+            card._check_kinds()
+            card._check_values()
         except KeyError as error:
             raise CheckpointError(f"{source}: the card lacks {error.args[0]!r}") from error
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise CheckpointError(f"{source}: not a checkpoint's card ({_one_line(error)})") from error
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{source}: not a checkpoint's card ({reason})") from error
         return card
-
-    def _check(self) -> None:
-        self._check_kinds()
-        if not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"name must be architecture.tag, of letters, digits, '_', '-' and '.', got {self.name!r}"
-            )
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
-        if any(len(row) != len(self.classes) for row in self.golden.logits):
-            raise ValueError(f"{len(self.classes)} classes, but {len(self.golden.logits[0])} logits")
-        self._check_labels()
-        self.spec  # noqa: B018  (checks constraint, projections and arguments)
-        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"sha256 must be 64 hexadecimal digits, got {self.sha256!r}")
 
     def _check_kinds(self) -> None:
         for field in dataclasses.fields(self):
@@ -162,20 +139,29 @@ class Card:
                 raise ValueError(f"{field.name} must be {KINDS[kind]}, got {value!r:.80}")
         if not all(isinstance(name, str) for name in self.classes):
             raise ValueError(f"classes must be names, got {self.classes!r:.80}")
+        channels = self.golden.shape[1]
         for name, values in (("mean", self.mean), ("std", self.std)):
-            channels = self.golden.shape[1]
             numbers = all(isinstance(x, int | float) and math.isfinite(x) for x in values)
             if not numbers or len(values) != channels or (name == "std" and min(values) <= 0):
-                raise ValueError(
-                    f"{name} must have a number for each of {channels} channels, got {values!r:.80}"
-                )
+                what = f"{name} must have a number for each of {channels} channels"
+                raise ValueError(f"{what}, got {values!r:.80}")
 
-    def _check_labels(self) -> None:
-        labels = self.golden.labels
-        if self.golden.pixels == SYNTHETIC and not labels:
-            return
-        if len(labels) != self.golden.shape[0] or any(x not in range(len(self.classes)) for x in labels):
-            raise ValueError(f"labels must be one of the {len(self.classes)} classes per image, got {labels}")
+    def _check_values(self) -> None:
+        golden, count = self.golden, len(self.classes)
+        if not NAME.fullmatch(self.name):
+            rule = "architecture.tag, of letters, digits, '_', '-' and '.'"
+            raise ValueError(f"name must be {rule}, got {self.name!r}")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
+        if any(len(row) != count for row in golden.logits):
+            raise ValueError(f"{count} classes, but {len(golden.logits[0])} logits")
+        unlabelled = golden.pixels == SYNTHETIC and not golden.labels
+        per_image = unlabelled or len(golden.labels) == golden.shape[0]
+        if not per_image or any(label not in range(count) for label in golden.labels or ()):
+            raise ValueError(f"labels must be one of the {count} classes per image, got {golden.labels}")
+        self.spec  # noqa: B018  (checks constraint, projections and arguments)
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"sha256 must be 64 hexadecimal digits, got {self.sha256!r}")
 
     def golden_error(self, model: nn.Module) -> float:
         """The largest difference between the card's logits and the model's."""
@@ -186,9 +172,8 @@ class Card:
         """The same; raises CheckpointError if it is above `GOLDEN_TOLERANCE`."""
         error = self.golden_error(model)
         if not error <= GOLDEN_TOLERANCE:
-            raise CheckpointError(
-                f"{self.name}: logits differ from the card's by {error:.2g}, more than {GOLDEN_TOLERANCE:.0e}"
-            )
+            by = f"{error:.2g}, more than {GOLDEN_TOLERANCE:.0e}"
+            raise CheckpointError(f"{self.name}: logits differ from the card's by {by}")
         return error
 
 
@@ -213,7 +198,3 @@ def crop_pct_of(recipe: Any) -> float:
         return 1.0
     default = 0.875 if str(data.get("class_path")).endswith(".ImageFolder") else 1.0
     return (data.get("init_args") or {}).get("crop_pct", default)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

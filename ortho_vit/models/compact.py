@@ -30,8 +30,7 @@ class ConvolutionalStem(nn.Module):
         embed_dim: int,
         bias: bool = False,
         dynamic_img_pad: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **factory: Any,  # device and dtype
     ) -> None:
         super().__init__()
         count = int(patch_size).bit_length() - 1
@@ -47,7 +46,7 @@ class ConvolutionalStem(nn.Module):
         channels = [in_chans, *(embed_dim // 2 ** (count - 1 - i) for i in range(count))]
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(channels):
-            conv = nn.Conv2d(before, after, 3, padding=1, bias=False, device=device, dtype=dtype)
+            conv = nn.Conv2d(before, after, 3, padding=1, bias=False, **factory)
             nn.init.kaiming_normal_(conv.weight)
             layers += [conv, nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
         self.layers = nn.Sequential(*layers)
@@ -67,9 +66,9 @@ class ConvolutionalStem(nn.Module):
 class SequencePool(nn.Module):
     """The mean of the tokens (B, N, d), weighted by a softmax over a learned linear function of each."""
 
-    def __init__(self, dim: int, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, dim: int, **factory: Any) -> None:
         super().__init__()
-        self.score = nn.Linear(dim, 1, device=device, dtype=dtype)
+        self.score = nn.Linear(dim, 1, **factory)
         nn.init.trunc_normal_(self.score.weight, std=0.02)
         nn.init.zeros_(self.score.bias)
 
@@ -84,4 +83,5 @@ class CompactTransformer(VisionTransformer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, embed_layer=ConvolutionalStem)
         if self.global_pool == "avg":
-            self.attn_pool = SequencePool(self.embed_dim, kwargs.get("device"), kwargs.get("dtype"))  # type: ignore[assignment]
+            factory = {key: kwargs.get(key) for key in ("device", "dtype")}
+            self.attn_pool = SequencePool(self.embed_dim, **factory)  # type: ignore[assignment]

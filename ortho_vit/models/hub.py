@@ -14,29 +14,15 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError
-from ortho_vit.files import write_whole
 from ortho_vit.models.card import Card, Golden, crop_pct_of, golden_logits, synthetic_images
 from ortho_vit.models.orthogonalize import release
 from ortho_vit.models.readme import hub_readme
 from ortho_vit.models.spec import ATTENTION, ModelSpec
-from ortho_vit.models.weights import (
-    Checkpoint,
-    check_weights,
-    export_folder,
-    finish_exports,
-    only_writer,
-    publish,
-    staged,
-)
-from ortho_vit.models.zoo import SIZES, load_checkpoint
+from ortho_vit.models.weights import Checkpoint, check_weights, export_folder, write_checkpoint
+from ortho_vit.models.zoo import SIZES, load_checkpoint, verify_checkpoint
 from ortho_vit.stiefel import orthogonality_error
 
 __all__ = ["export_for_hub", "save_checkpoint"]
-
-GOLDEN_COUNT = 8
-
-
-# ------------------------------------------------------------------------------------------ weights and card
 
 
 def save_checkpoint(
@@ -78,11 +64,16 @@ def save_checkpoint(
     it replaces anything.  If the process is killed, weights and card are both old or both new.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    target = _target(name, export_folder() if folder is None else Path(folder), overwrite)
+    folder = export_folder() if folder is None else Path(folder)
+    target = folder / f"{name}.safetensors"
+    if {"site-packages", "dist-packages"} & set(folder.resolve().parts):
+        rule = "belongs to an installed package; choose another folder for new weights"
+        raise CheckpointError(f"{folder} {rule}")
     check_weights(model, name)
-    weights = _serialize(model, name)
+    tensors = {key: x.detach().cpu().contiguous().clone() for key, x in model.state_dict().items()}
+    weights = safetensors.torch.save(tensors, metadata={"format": "pt", "name": name})
     if pixels is None:
-        pixels, labels = synthetic_images([GOLDEN_COUNT, *_input_size(model)]), ()
+        pixels, labels = synthetic_images([8, *_input_size(model)]), ()
     noted: dict[str, Any] = getattr(model, "orthogonal", ModelSpec(name).attention)
     card = Card(
         name=name,
@@ -104,53 +95,15 @@ def save_checkpoint(
         licence=licence,
         golden=Golden.of(pixels, labels, golden_logits(model, pixels, mean, std)),
     )
-    _write_checked(target, weights, card, overwrite)
+    write_checkpoint(target, weights, card, overwrite, check=verify_checkpoint)
     return target
 
 
-def _target(name: str, folder: Path, overwrite: bool) -> Path:
-    if {"site-packages", "dist-packages"} & set(folder.resolve().parts):
-        raise CheckpointError(
-            f"{folder} belongs to an installed package; choose another folder for new weights"
-        )
-    target = folder / f"{name}.safetensors"
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists already; overwrite=True replaces it")
-    return target
-
-
-def _input_size(model: nn.Module) -> list[int]:
+def _input_size(model: Any) -> list[int]:
     """Channels, height and width of the images that a model takes."""
-    config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or config["input_size"][1:]
-    return [getattr(model, "in_chans", config["input_size"][0]), *size]
-
-
-def _serialize(model: nn.Module, name: str) -> bytes:
-    tensors = {key: x.detach().cpu().contiguous().clone() for key, x in model.state_dict().items()}
-    return safetensors.torch.save(tensors, metadata={"format": "pt", "name": name})
-
-
-def _write_checked(target: Path, weights: bytes, card: Card, overwrite: bool) -> None:
-    """Write both files, after the weights were read back and gave the card's logits."""
-    text = card.to_json()
-    card = Card.from_json(text, f"{card.name}.json")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    finish_exports(target.parent)
-    with only_writer(target):
-        if target.exists() and not overwrite:
-            raise CheckpointError(f"{target} was written by another process; overwrite=True replaces it")
-        try:
-            write_whole(staged(target), weights)
-            card.check_golden(load_checkpoint(Checkpoint(card, staged(target))))
-            write_whole(staged(target.with_suffix(".json")), text.encode())
-        except BaseException:
-            staged(target).unlink(missing_ok=True)
-            raise
-        publish(target)  # if this is interrupted, the next `finish_exports` completes it
-
-
-# ----------------------------------------------------------------------------------------------------- the hub
+    channels, *size = model.pretrained_cfg["input_size"]
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return [getattr(model, "in_chans", channels), *size]
 
 
 def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
@@ -161,28 +114,17 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
     Neither needs `ortho_vit`: the weights are plain tensors, with cores and scales multiplied in, and the architecture is
     timm's.  Only `ortho_vit_compact`, whose stem timm does not have, needs `ortho_vit.models` to be imported.
     """
-    card = checkpoint.card
-    model = release(load_checkpoint(checkpoint))
-    architecture, arguments = _timm_architecture(card)
+    card, model = checkpoint.card, release(load_checkpoint(checkpoint))
+    architecture, arguments = card.architecture, card.spec.arguments
+    if architecture == "ortho_vit_compact":
+        arguments = arguments | {"constraint": "none"}
+    elif architecture in SIZES:  # timm builds it from any ViT's name and these arguments
+        _, channels, *size = card.golden.shape
+        arguments = {**SIZES[architecture], "img_size": size, "in_chans": channels} | arguments
+        architecture = "vit_tiny_patch16_224"
     config: Any = model.pretrained_cfg
     config["architecture"] = architecture
-    save_for_hf(
-        model,
-        os.fspath(folder),
-        model_config={"label_names": card.classes},
-        model_args=arguments,
-        safe_serialization=True,
-    )
+    labels = {"label_names": card.classes}
+    save_for_hf(model, os.fspath(folder), model_config=labels, model_args=arguments, safe_serialization=True)
     (Path(folder) / "README.md").write_text(hub_readme(card), encoding="utf-8")
     return Path(folder)
-
-
-def _timm_architecture(card: Card) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments with which timm builds a card's model."""
-    if card.architecture == "ortho_vit_compact":
-        return card.architecture, card.spec.arguments | {"constraint": "none"}
-    if card.architecture not in SIZES:
-        return card.architecture, card.spec.arguments
-    _, channels, *size = card.golden.shape
-    arguments = {**SIZES[card.architecture], "img_size": size, "in_chans": channels}
-    return "vit_tiny_patch16_224", arguments | card.spec.arguments

@@ -20,7 +20,7 @@ rows, or the other way round where the hidden layer is the narrower one.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import timm.layers
 import torch
@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ortho_vit.models.attention import Attention, Projection, find_attention
+from ortho_vit.models.attention import Attention, Model, Projection, find_attention, join_path
 from ortho_vit.parameter import StiefelParameter, check_blocks, constrain, stiefel_parameters
 from ortho_vit.stiefel import polar, random_stiefel
 
@@ -37,7 +37,6 @@ __all__ = ["Constraint", "CoredLinear", "Init", "Projections", "orthogonalize", 
 Constraint = Literal["within", "across"] | int | None
 Projections = Literal["q", "qk", "qkv", "qk+mlp"]
 Init = Literal["polar", "random", "keep"]
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def orthogonalize(
@@ -72,26 +71,23 @@ def orthogonalize(
     _check_options(projections, init, preserve, scale)
     if constraint is None:
         return model
-    attentions = find_attention(model)
     options: dict[str, Any] = {"constraint": constraint, "projections": projections}
     options |= {"preserve": preserve, "scale": scale}
-    tasks = [task for attention in attentions for task in _tasks(attention, **options)]
+    tasks = [task for attention in find_attention(model) for task in _tasks(attention, **options)]
     if not tasks:
-        raise ValueError(
-            f"orthogonalize: no attention of {type(model).__name__} projects any of {projections!r}"
-        )
-    if projections.endswith("+mlp"):
+        what = f"no attention of {type(model).__name__} projects any of {projections!r}"
+        raise ValueError(f"orthogonalize: {what}")
+    if projections == "qk+mlp":
         tasks += _mlp_tasks(model)
     with torch.no_grad():
-        if init != "keep":
-            _check_values(tasks)
-        changes = [_split(task, init) if preserve else _place(task, init) for task in tasks]
-        blocks = [_moved(task, change) for task, change in zip(tasks, changes, strict=True) if init != "keep"]
-        for task, change in zip(tasks, changes, strict=True):
-            _apply(task, change)
-    model.orthogonal = {**options, "blocks": blocks}  # type: ignore[assignment]
+        values = [_new_values(task, init) for task in tasks]  # nothing is written until all are there
+        pairs = list(zip(tasks, values, strict=True))
+        moved = [_moved(task, matrices) for task, (matrices, _, _) in pairs if init != "keep"]
+        for task, new in pairs:
+            _apply(task, *new)
+    model.orthogonal = {**options, "blocks": moved}  # type: ignore[assignment]
     if verbose:
-        print(_describe(model.orthogonal))  # type: ignore[arg-type]
+        print(_describe(moved, preserve))
     return model
 
 
@@ -118,23 +114,22 @@ def check_constraint(constraint: Any, projections: Any, what: str) -> None:
     _check_choice("projections", projections, get_args(Projections), what)
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...], what: str = "orthogonalize") -> None:
+def _check_choice(name: str, value: object, allowed: tuple[str, ...], what: str) -> None:
     if value not in allowed:
         raise ValueError(f"{what}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _check_options(projections: str, init: str, preserve: bool, scale: bool) -> None:
-    _check_choice("init", init, get_args(Init))
-    if preserve and init == "random":
-        raise ValueError(
-            "orthogonalize: preserve=True keeps the weights' function, so init must be 'polar', not 'random'"
-        )
-    if preserve and projections == "qk+mlp":
-        raise ValueError(
-            "orthogonalize: preserve=True has no core for an MLP, so projections must be 'q', 'qk' or 'qkv', "
-            "not 'qk+mlp'"
-        )
-    if preserve and scale:
+    _check_choice("init", init, get_args(Init), "orthogonalize")
+    if not preserve:
+        return
+    if init == "random":
+        rule = "preserve=True keeps the weights' function, so init must be 'polar', not 'random'"
+        raise ValueError(f"orthogonalize: {rule}")
+    if projections == "qk+mlp":
+        rule = "preserve=True has no core for an MLP, so projections must be 'q', 'qk' or 'qkv', not 'qk+mlp'"
+        raise ValueError(f"orthogonalize: {rule}")
+    if scale:
         raise ValueError("orthogonalize: the cores of preserve=True include a scale; use scale=False with it")
 
 
@@ -182,22 +177,19 @@ class CoredLinear(nn.Linear):
 
 # -------------------------------------------------------------------------------------------------------- tasks
 
+# A scalar for each head of q; with preserve=True a matrix for each block, or one for q and k of each head, on q
+Core = Literal["scale", "own", "merged"] | None
+
 
 @dataclass(frozen=True)
 class Task:
     """Constrain the first `rows` rows of one weight as `blocks` blocks."""
 
-    attention: Attention  # or an MLP, with the same fields
+    module: nn.Module  # the attention or the MLP
     projection: Projection
     blocks: int
     rows: int
-    merged: bool = False  # preserve: the cores of q and k become one, on q
-    scaled: bool = False  # the first part is q, and each of its heads gets a scalar
-
-    @property
-    def linear(self) -> nn.Linear:
-        assert isinstance(self.projection.owner, nn.Linear)  # `_check_core` has refused anything else
-        return self.projection.owner
+    core: Core = None
 
     @property
     def matrices(self) -> Tensor:
@@ -208,36 +200,40 @@ class Task:
 def _tasks(
     attention: Attention, *, constraint: Constraint, projections: Projections, preserve: bool, scale: bool
 ) -> list[Task]:
-    merged = preserve and constraint in ("within", 1) and projections == "qk" and _is_plain(attention.module)
-    wanted, tasks = projections.partition("+")[0], []
+    wanted, tasks = projections.removesuffix("+mlp"), []
+    merged = constraint in ("within", 1) and wanted == "qk" and _is_plain(attention.module)
     for projection in attention.projections:
-        parts = projection.parts
-        count = next((i for i, part in enumerate(parts) if part not in wanted), len(parts))
-        if count:
-            blocks = count * projection.heads // _heads_per_block(projection, constraint)
-            scaled = scale and parts[0] == "q"
-            task = Task(attention, projection, blocks, count * projection.dim, merged, scaled)
-            _check_weight(task)
-            _check_fit(task, constraint)
-            if scaled:
-                _check_scale(task)
-            if preserve or scaled:
-                _check_core(task, "preserve" if preserve else "scale")
-            tasks.append(task)
+        count = sum(part in wanted for part in projection.parts)  # the first ones, as parts are ordered
+        if not count:
+            continue
+        blocks = count * projection.heads // _heads_per_block(projection, constraint)
+        core: Core = None
+        if preserve:
+            core = "merged" if merged else "own"
+        elif scale and "q" in projection.parts:
+            core = "scale"
+        task = Task(attention.module, projection, blocks, count * projection.dim, core)
+        _check_weight(task)
+        _check_fit(task, constraint)
+        _check_core(task)
+        tasks.append(task)
     return tasks
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether q and k meet in a dot product and nowhere else, so that only qᵀk matters."""
+    same_forward = type(module).forward is timm.layers.Attention.forward
+    return same_forward and isinstance(module.q_norm, nn.Identity) and isinstance(module.k_norm, nn.Identity)
+
+
 def _heads_per_block(projection: Projection, constraint: Constraint) -> int:
-    heads = projection.heads
-    if isinstance(constraint, str):
-        return 1 if constraint == "within" else heads
-    assert constraint is not None
-    if heads % constraint:
+    heads: Any = {"within": 1, "across": projection.heads}.get(str(constraint), constraint)
+    if projection.heads % heads:
         raise ValueError(
-            f"orthogonalize: {projection.path} has {heads} heads, so the number of heads that share a block must divide "
-            f"{heads}, got constraint={constraint}"
+            f"orthogonalize: {projection.path} has {projection.heads} heads, so the number of heads that share a block "
+            f"must divide {projection.heads}, got constraint={constraint}"
         )
-    return constraint
+    return heads
 
 
 def _mlp_tasks(model: nn.Module) -> list[Task]:
@@ -247,12 +243,9 @@ def _mlp_tasks(model: nn.Module) -> list[Task]:
         layers = {name: getattr(module, name, None) for name in ("fc1", "fc2")}
         if not all(isinstance(layer, nn.Linear) for layer in layers.values()):
             continue
-        prefix = f"{path}." if path else ""
         for name, layer in layers.items():
-            assert isinstance(layer, nn.Linear)
-            projection = Projection(f"{prefix}{name}.weight", layer, "weight", name, heads=1)
-            owner = Attention(path, module, (projection,))
-            tasks.append(Task(owner, projection, blocks=1, rows=layer.out_features))
+            projection = Projection(join_path(path, name, "weight"), layer, "weight", parts="m", heads=1)
+            tasks.append(Task(module, projection, blocks=1, rows=projection.dim))
             _check_weight(tasks[-1])
     if not tasks:
         raise ValueError(
@@ -260,20 +253,6 @@ def _mlp_tasks(model: nn.Module) -> list[Task]:
             "named fc1 and fc2; use projections='qk'"
         )
     return tasks
-
-
-def _check_fit(task: Task, constraint: Constraint) -> None:
-    """Raise where a block has more rows than there are dimensions for them to be orthonormal in."""
-    height, d_model = task.rows // task.blocks, task.projection.weight.shape[1]
-    if height > d_model:
-        d_k = task.projection.dim // task.projection.heads
-        size = "d_k" if height == d_k else f"heads·d_k = {height // d_k}·{d_k}"
-        remedy = "; use constraint='within'" if d_k <= d_model else ""
-        how = f"in blocks of {constraint} heads" if isinstance(constraint, int) else f"{constraint} heads"
-        raise ValueError(
-            f"orthogonalize: {task.projection.path} cannot be orthonormal {how}: {size} = {height} rows do not fit in "
-            f"d_model = {d_model} dimensions{remedy}"
-        )
 
 
 def _check_weight(task: Task) -> None:
@@ -287,156 +266,135 @@ def _check_weight(task: Task) -> None:
     check_blocks(weight, task.blocks, task.rows)
 
 
-def _check_values(tasks: list[Task]) -> None:
-    for task in tasks:
-        weight, path = task.projection.weight, task.projection.path
-        if weight.is_meta:
-            raise ValueError(
-                f"orthogonalize: {path} is on the meta device and has no values; use init='keep'"
-            )
-        if not weight.isfinite().all():
-            raise ValueError(f"orthogonalize: {path} has entries that are not finite")
+def _check_fit(task: Task, constraint: Constraint) -> None:
+    """Raise where a block has more rows than there are dimensions for them to be orthonormal in."""
+    height, d_model, d_k = task.rows // task.blocks, task.projection.weight.shape[1], task.projection.d_k
+    if height > d_model:
+        size = "d_k" if height == d_k else f"heads·d_k = {height // d_k}·{d_k}"
+        remedy = "; use constraint='within'" if d_k <= d_model else ""
+        how = f"in blocks of {constraint} heads" if isinstance(constraint, int) else f"{constraint} heads"
+        raise ValueError(
+            f"orthogonalize: {task.projection.path} cannot be orthonormal {how}: {size} = {height} rows do not fit in "
+            f"d_model = {d_model} dimensions{remedy}"
+        )
 
 
-def _check_core(task: Task, option: str) -> None:
-    """Raise where a core would have no effect: where the forward reads the weight instead of calling the layer."""
-    owner, module, path = task.projection.owner, task.attention.module, task.projection.path
+def _check_core(task: Task) -> None:
+    """Raise where a core would have no effect.
+
+    A norm of each head cancels its scale.  A forward that reads the weight instead of calling the layer bypasses a core:
+    its bytecode names the attributes that it reads; to run it would need inputs, which are not known here.  timm's modules
+    with `qkv_bias_separate` read the weight only where that is False, and `_apply` sets it.
+    """
+    if task.core is None:
+        return
+    owner, module, path = task.projection.owner, task.module, task.projection.path
+    option = "scale" if task.core == "scale" else "preserve"
+    norm = getattr(module, "q_norm", None)
+    norm_weight = getattr(norm, "weight", None)
+    if option == "scale" and isinstance(norm_weight, Tensor) and norm_weight.numel() == task.projection.d_k:
+        raise ValueError(
+            f"orthogonalize: scale=True would have no effect on {path}: {type(module).__name__} "
+            f"normalises each head of q after it ({type(norm).__name__}); use scale=False"
+        )
     if not isinstance(owner, nn.Linear):
         raise ValueError(
             f"orthogonalize: {option}=True needs a place for a core after the projection, and {type(owner).__name__} "
-            f"({task.attention.path}) has none; use {option}=False"
+            f"({path.rpartition('.')[0]}) has none; use {option}=False"
         )
-    if type(owner) is not nn.Linear or _reads_weight(module):
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
+    reads = code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
+    if type(owner) is not nn.Linear or reads:
         raise ValueError(
             f"orthogonalize: {option}=True needs {path} to belong to an nn.Linear that is called, but "
             f"{type(module).__name__} reads the weight of its {type(owner).__name__}; use {option}=False"
         )
 
 
-def _check_scale(task: Task) -> None:
-    """Raise where each head of q is normalised after the projection, which would cancel its scale."""
-    module, d_k = task.attention.module, task.projection.dim // task.projection.heads
-    norm = getattr(module, "q_norm", None)
-    weight = getattr(norm, "weight", None)
-    if isinstance(weight, Tensor) and weight.numel() == d_k:
-        raise ValueError(
-            f"orthogonalize: scale=True would have no effect on {task.projection.path}: {type(module).__name__} "
-            f"normalises each head of q after it ({type(norm).__name__}); use scale=False"
-        )
+# ------------------------------------------------------------------------------------------------------ values
+
+Values = tuple[
+    Tensor, Tensor | None, Tensor | None
+]  # of the blocks, the core and, where it changes, the bias
 
 
-def _reads_weight(module: nn.Module) -> bool:
-    """Whether the module's forward uses `layer.weight` itself, which would bypass a core.
-
-    A bypassed core would silently change the network's function.  The names in the bytecode show it without running the
-    model, whose inputs are not known here.  timm's modules with `qkv_bias_separate` read the weight too, but call the layer
-    where that attribute is set (see `_apply`).
-    """
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # past any decorator
-    return code is not None and "weight" in code.co_names and not hasattr(module, "qkv_bias_separate")
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether q and k meet in a dot product and nowhere else, so that only qᵀk matters."""
-    same_forward = type(module).forward is timm.layers.Attention.forward
-    return same_forward and isinstance(module.q_norm, nn.Identity) and isinstance(module.k_norm, nn.Identity)
-
-
-# ------------------------------------------------------------------------------------------------------ changes
-
-
-@dataclass(frozen=True)
-class Change:
-    matrices: Tensor | None = None  # new values of the constrained blocks; None keeps them
-    core: Tensor | None = None
-    cored_rows: int = 0
-    bias: Tensor | None = None
-
-
-def _place(task: Task, init: Init) -> Change:
-    W, heads, matrices = task.matrices, task.projection.heads, None
-    if init == "random":
-        matrices = random_stiefel(*W.shape, dtype=W.dtype, device=W.device)
-    elif init == "polar":
-        try:
-            matrices = polar(W)
-        except ValueError as error:
-            raise ValueError(
-                f"orthogonalize: {task.projection.path}: {error}; init='random' starts from scratch"
-            ) from error
-    if not task.scaled:
-        return Change(matrices)
-    return Change(matrices, torch.ones(heads, dtype=W.dtype, device=W.device), task.projection.dim)
-
-
-def _split(task: Task, init: Init) -> Change:
-    """W = P O, in float64; P becomes the core.  P may be singular: O is then one of many."""
-    W, heads = task.matrices, task.projection.heads
-    rows = task.projection.dim if task.merged else task.rows
+def _new_values(task: Task, init: Init) -> Values:
+    W, projection, core = task.matrices, task.projection, None
+    if task.core == "scale":
+        core = W.new_ones(projection.heads)
+    elif task.core:
+        count = projection.heads if task.core == "merged" else task.blocks
+        core = torch.eye(W.shape[1], dtype=W.dtype, device=W.device).repeat(count, 1, 1)
     if init == "keep":
-        I = torch.eye(W.shape[1], dtype=W.dtype, device=W.device)
-        return Change(core=I.repeat(heads if task.merged else task.blocks, 1, 1), cored_rows=rows)
-    A, sigma, Bh = torch.linalg.svd(W.double(), full_matrices=False)
-    O, P = A @ Bh, (A * sigma.unsqueeze(-2)) @ A.mT
-    bias = None
-    if task.merged:
-        P_q, P_k = rearrange(P, "(part head) i j -> part head i j", part=2)
-        P, bias = P_k @ P_q, _merge_bias(task, P_k)
-    return Change(O.to(W.dtype), P.to(W.dtype), rows, bias)
+        return W, core, None
+    what = f"orthogonalize: {projection.path}"
+    if W.is_meta:
+        raise ValueError(f"{what} is on the meta device and has no values; use init='keep'")
+    if not projection.weight.isfinite().all():
+        raise ValueError(f"{what} has entries that are not finite")
+    if task.core in ("own", "merged"):
+        return _split(task)
+    if init == "random":
+        return random_stiefel(*W.shape, dtype=W.dtype, device=W.device), core, None
+    try:
+        return polar(W), core, None
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}; init='random' starts from scratch") from error
 
 
-def _merge_bias(task: Task, P_k: Tensor) -> Tensor | None:
-    """(b_q, b_k) ↦ (P_k b_q, P_k⁻¹ b_k).
+def _split(task: Task) -> Values:
+    """W = P O, in float64; P becomes the core.  P may be singular: O is then one of many.
 
-    The pseudo-inverse is enough: b_k adds the same number to a whole row of logits, which softmax removes.
+    With a merged core, b_q and b_k become P_k b_q and P_k⁻¹ b_k.  The pseudo-inverse is enough: b_k adds the same number
+    to a whole row of logits, which softmax removes.
     """
-    bias = task.linear.bias
+    W, bias = task.matrices, task.projection.owner.bias
+    A, sigma, Bh = torch.linalg.svd(W.double(), full_matrices=False)
+    O, P = (A @ Bh).to(W.dtype), (A * sigma.unsqueeze(-2)) @ A.mT
+    if task.core == "own":
+        return O, P.to(W.dtype), None
+    P_q, P_k = rearrange(P, "(part head) i j -> part head i j", part=2)
+    core = (P_k @ P_q).to(W.dtype)
     if bias is None:
-        return None
+        return O, core, None
     new = bias.detach().to(torch.float64, copy=True)
-    heads = task.projection.heads
-    b_q, b_k = rearrange(new[: task.rows], "(part head r) -> part head r 1", part=2, head=heads)
+    b_q, b_k = rearrange(new[: task.rows], "(part head r) -> part head r 1", part=2, head=len(core))
     merged = torch.stack([P_k @ b_q, torch.linalg.pinv(P_k, rtol=1e-6, hermitian=True) @ b_k])
     new[: task.rows] = rearrange(merged, "part head r 1 -> (part head r)")
-    return new.to(bias.dtype)
+    return O, core, new.to(bias.dtype)
 
 
-def _apply(task: Task, change: Change) -> None:
-    projection, module = task.projection, task.attention.module
-    if change.matrices is not None:
-        task.matrices.copy_(change.matrices)
+def _apply(task: Task, matrices: Tensor, core: Tensor | None, bias: Tensor | None) -> None:
+    projection, module = task.projection, task.module
+    task.matrices.copy_(matrices)
     constrain(projection.owner, projection.name, blocks=task.blocks, rows=task.rows, init="keep")
-    if change.bias is not None:
-        task.linear.bias.copy_(change.bias)
-    if change.core is not None:
-        CoredLinear.convert(task.linear, change.core, change.cored_rows)
+    if bias is not None:
+        projection.owner.bias.copy_(bias)
+    if core is not None:
+        CoredLinear.convert(projection.owner, core, task.rows if task.core == "own" else projection.dim)
         if hasattr(module, "qkv_bias_separate"):
             # Its forward then calls the layer and adds the biases; it would read the weight past the core otherwise.
             module.qkv_bias_separate = True  # type: ignore[assignment]
 
 
-# ----------------------------------------------------------------------------------------------------- report
-
-
-def _moved(task: Task, change: Change) -> dict[str, Any]:
+def _moved(task: Task, matrices: Tensor) -> dict[str, Any]:
     """For each block of a weight |O − W| / |W| (Frobenius), and the condition number of W."""
-    W, O = task.matrices.double(), change.matrices
-    assert O is not None
-    moved = torch.linalg.matrix_norm(O.double() - W) / torch.linalg.matrix_norm(W)
+    W, O = task.matrices.double(), matrices.double()
+    moved = torch.linalg.matrix_norm(O - W) / torch.linalg.matrix_norm(W)
     gram = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
     eigenvalues = torch.linalg.eigvalsh(gram).clamp_min(0)  # float64: right for condition numbers up to 1e7
     condition = (eigenvalues[..., -1] / eigenvalues[..., 0]).sqrt()
     return {"name": task.projection.path, "moved": moved.tolist(), "condition": condition.tolist()}
 
 
-def _describe(done: dict[str, Any]) -> str:
+def _describe(weights: list[dict[str, Any]], preserve: bool) -> str:
+    if not weights:
+        return "constrained with the values as they are"
     rows = [
-        f"{block['name']}: {len(block['moved'])} blocks moved by {max(block['moved']):.2f} of their norm at most, "
-        f"condition numbers up to {max(block['condition']):.3g}"
-        for block in done["blocks"]
+        f"{weight['name']}: {len(weight['moved'])} blocks moved by {max(weight['moved']):.2f} of their norm at most, "
+        f"condition numbers up to {max(weight['condition']):.3g}"
+        for weight in weights
     ]
-    if rows and done["preserve"]:
-        rows.append("preserve=True: the network computes what it did before")
-    elif rows:
-        rows.append("the network's function has changed; preserve=True would keep it")
-    return "\n".join(rows) or "constrained with the values as they are"
+    changed = "the network's function has changed; preserve=True would keep it"
+    same = "preserve=True: the network computes what it did before"
+    return "\n".join([*rows, same if preserve else changed])

@@ -74,17 +74,12 @@ def _header(card: Card) -> dict[str, Any]:
         {"type": "accuracy", "name": _in_words(key), "value": round(value, 6)}
         for key, value in card.accuracy.items()
     ]
-    result = {
-        "task": {"type": "image-classification"},
-        "dataset": {"name": card.data, "type": dataset},
-        "metrics": metrics,
-    }
+    task = {"task": {"type": "image-classification"}}
+    result = task | {"dataset": {"name": card.data, "type": dataset}, "metrics": metrics}
     licence = card.licence.lower()
-    named = {"license": licence}
-    if not LICENCE.fullmatch(licence):
-        named = {"license": "other", "license_name": card.licence}
+    listed = LICENCE.fullmatch(licence)
     return {
-        **named,
+        **({"license": licence} if listed else {"license": "other", "license_name": card.licence}),
         "library_name": "timm",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "timm", "vision-transformer", "orthogonal-attention"],
@@ -105,5 +100,4 @@ def _attention(card: Card) -> str:
 
 def _in_words(key: str) -> str:
     """The name of a metric as text: "test accuracy (top 5)" for "test/accuracy_top5"."""
-    words = key.replace("/", " ")
-    return words.replace("_top5", " (top 5)").replace("_", " ")
+    return key.replace("/", " ").replace("_top5", " (top 5)").replace("_", " ")

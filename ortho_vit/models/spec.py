@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ortho_vit.models.orthogonalize import Constraint, Projections, check_constraint
 
-__all__ = ["Choice", "ModelSpec", "resolve"]
+__all__ = ["Choice", "ModelSpec"]
 
 Choice = Constraint | Literal["none", "default"]  # `timm.create_model` drops keywords that are None
 ATTENTION = ("constraint", "projections", "preserve", "scale")  # how attention is constrained
@@ -55,10 +55,8 @@ class ModelSpec:
         """
         own = {f.name: options[f.name] for f in dataclasses.fields(cls) if f.name in options}
         arguments = dict(options.get("model_kwargs") or own.pop("arguments", None) or {})
-        for name in EARLIER:
-            if name not in arguments:
-                continue
-            value, default = arguments.pop(name), cls.__dataclass_fields__[name].default
+        for name in [name for name in EARLIER if name in arguments]:
+            value, default = arguments.pop(name), getattr(cls, name)
             if own.get(name, default) not in (default, value):
                 raise ValueError(f"{name} is {own[name]!r}, but {value!r} in model_kwargs; give it once")
             own[name] = value
@@ -91,13 +89,8 @@ class ModelSpec:
         return dataclasses.replace(self, **changes)
 
     def choose(self, constraint: Choice, **others: Any) -> "ModelSpec":
-        """The description with other options of the attention; "default" and None keep an option."""
+        """The description with other options of the attention; "default", and None for the others, keep an option."""
+        if constraint == "default":
+            constraint = self.constraint
         others = {name: value for name, value in others.items() if value is not None}
-        return self.replace(constraint=resolve(constraint, self.constraint), **others)
-
-
-def resolve(choice: Choice, default: Constraint) -> Constraint:
-    """The constraint that a keyword stands for."""
-    if choice == "default":
-        return default
-    return None if choice == "none" else choice
+        return self.replace(constraint=None if constraint == "none" else constraint, **others)

@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from ortho_vit.errors import CheckpointError, did_you_mean
-from ortho_vit.files import download, lock, read_address
+from ortho_vit.files import download, lock, read_address, write_whole
 from ortho_vit.models.card import NAME, Card
 from ortho_vit.parameter import cut_blocks, stiefel_parameters
 from ortho_vit.resources import checkpoints_folder, output_folder
@@ -37,13 +37,15 @@ from ortho_vit.stiefel import orthogonality_error, polar
 __all__ = ["Checkpoint", "available", "find_checkpoint", "load_weights", "read_checkpoint", "read_weights"]
 
 Source = str | os.PathLike[str]
+Tensors = Mapping[str, Tensor]
+ENDINGS = (".safetensors", ".json")  # of weights and of their card
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}  # max |X Xᵀ − I|; narrower types round by more
 ROUNDED_TOLERANCE = 5e-2
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-# ----------------------------------------------------------------------------------------------------------- places
+# ----------------------------------------------------------------------------------------------------------- finding
 
 
 def export_folder() -> Path:
@@ -52,24 +54,22 @@ def export_folder() -> Path:
     return Path(place) if place and not _is_address(place) else output_folder()
 
 
-def _places(source: Source | None) -> list[str]:
-    if source is not None:
-        return [os.fspath(source)]
-    own = os.environ.get("ORTHO_VIT_CHECKPOINTS")
-    return [*([own] if own else []), str(checkpoints_folder())]
-
-
 def _is_address(source: str) -> bool:
     return "://" in source
 
 
 def is_place(source: str) -> bool:
     """Whether `source` is a file, a folder or an address, and not the name of a model."""
-    endings = (".safetensors", ".json", *PICKLED)
-    return source.endswith(endings) or "/" in source or os.sep in source or Path(source).is_file()
+    is_path = "/" in source or os.sep in source or source.endswith((*ENDINGS, *PICKLED))
+    return is_path or Path(source).is_file()
 
 
-# ----------------------------------------------------------------------------------------------------------- finding
+def _places(source: Source | None) -> list[str]:
+    """Where names are looked up.  Addresses come last: what they hold cannot be listed, so they are asked for any name."""
+    if source is not None:
+        return [os.fspath(source)]
+    places = [os.environ.get("ORTHO_VIT_CHECKPOINTS"), str(checkpoints_folder())]
+    return sorted(filter(None, places), key=lambda place: _is_address(place) and not place.endswith(ENDINGS))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Source) -> "Checkpoint":
-        """The checkpoint at `path`: its weights, its card, or a folder with one checkpoint in it."""
+        """The checkpoint at `path`: its weights, its card, their address, or a folder with one checkpoint in it."""
+        if _is_address(os.fspath(path)):
+            return _download(os.fspath(path))
         path = Path(path)
         if path.is_dir():
             names = _names_in(path)
@@ -89,7 +91,7 @@ class Checkpoint:
                 have = f"name one: {', '.join(names)}" if names else "a .safetensors file with its .json card"
                 raise CheckpointError(f"{path} has {len(names) or 'no'} checkpoints; {have}")
             path = path / f"{names[0]}.json"
-        if path.suffix not in (".safetensors", ".json"):
+        if path.suffix not in ENDINGS:
             raise CheckpointError(
                 f"{path}: a checkpoint is a .safetensors file with its .json card beside it; "
                 "`train.py export` makes one from a run"
@@ -122,7 +124,7 @@ def available(source: Source | None = None) -> list[str]:
 
 def _names_in(place: Source) -> list[str]:
     if _is_address(os.fspath(place)):
-        return []  # an address cannot be listed
+        return []
     folder = Path(place)
     finish_exports(folder)
     files = sorted(folder.glob("*.safetensors"))
@@ -135,51 +137,34 @@ def find_checkpoint(name: Source, source: Source | None = None) -> Checkpoint:
     A name is searched for in `source`, a folder, file or address; the top of this file describes the default.
     """
     name = os.fspath(name)
-    if source is None and _is_address(name):
-        return _fetch(*_split_address(name))
     if source is None and name not in available() and (is_place(name) or Path(name).is_dir()):
         return Checkpoint.open(name)
     places = _places(source)
     for place in places:
-        if place.endswith((".safetensors", ".json")):
-            found = _fetch(*_split_address(place)) if _is_address(place) else Checkpoint.open(place)
-            return _named(found, name)
-        if name in _names_in(place):
-            return _named(Checkpoint.open(Path(place) / f"{name}.json"), name)
-    addresses = [place for place in places if _is_address(place)]
-    if addresses:
-        return _named(_fetch(addresses[0], name), name)
-    names = [other for place in places for other in _names_in(place)]
-    hint = did_you_mean(name, names)
+        is_file = place.endswith(ENDINGS)
+        if is_file or _is_address(place) or name in _names_in(place):
+            found = Checkpoint.open(place if is_file else f"{place.rstrip('/')}/{name}.json")
+            if found.card.name != name:
+                raise CheckpointError(f"{name}: its card is that of {found.card.name!r}")
+            return found
+    hint = did_you_mean(name, [other for place in places for other in _names_in(place)])
     hint = hint or "; list_models(pretrained=True) has the names, ORTHO_VIT_CHECKPOINTS adds a folder"
     raise CheckpointError(f"no checkpoint {name!r} in {' or '.join(places)}{hint}")
 
 
-def _named(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    if checkpoint.card.name != name:
-        raise CheckpointError(f"{name}: its card is that of {checkpoint.card.name!r}")
-    return checkpoint
-
-
-def _split_address(address: str) -> tuple[str, str]:
-    folder, _, file = address.rpartition("/")
-    name, dot, ending = file.rpartition(".")
-    if f"{dot}{ending}" not in (".safetensors", ".json"):
+def _download(address: str) -> Checkpoint:
+    """Download card and weights to the cache.  The card is downloaded every time, the weights when its hash is new."""
+    stem, _, ending = address.rpartition(".")
+    if f".{ending}" not in ENDINGS:
         raise CheckpointError(
             f"{address} is not the address of a .safetensors file; for a name in a folder at an address, give the name, and "
             "the address as ORTHO_VIT_CHECKPOINTS"
         )
-    return folder, name
-
-
-def _fetch(address: str, name: str) -> Checkpoint:
-    """Download card and weights to the cache.  The card is downloaded every time, the weights when its hash is new."""
-    address = address.rstrip("/")
     try:
-        card = Card.from_json(b"".join(read_address(f"{address}/{name}.json")), f"{address}/{name}.json")
+        card = Card.from_json(b"".join(read_address(f"{stem}.json")), f"{stem}.json")
         weights = Path(torch.hub.get_dir()) / "ortho_vit" / card.sha256[:16] / f"{card.name}.safetensors"
         if not (weights.is_file() and hashlib.sha256(weights.read_bytes()).hexdigest() == card.sha256):
-            download(f"{address}/{name}.safetensors", weights, "sha256", card.sha256)
+            download(f"{stem}.safetensors", weights, "sha256", card.sha256)
     except (ConnectionError, ValueError) as error:
         raise CheckpointError(str(error)) from error
     return Checkpoint(card, weights)
@@ -188,43 +173,29 @@ def _fetch(address: str, name: str) -> Checkpoint:
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
-def staged(path: Path) -> Path:
-    """The temporary path of a new version of `path`, until weights and card are both complete."""
-    return path.with_name(f".{path.name}.new")
+def write_checkpoint(
+    weights: Path, data: bytes, card: Card, overwrite: bool, check: Callable[[Checkpoint], Any]
+) -> None:
+    """Write weights and card, after `check` has read the weights back.
 
-
-@contextlib.contextmanager
-def only_writer(weights: Path) -> Iterator[None]:
-    """A context in which no other process writes weights of this name; raises CheckpointError if one does already."""
-    path, file = weights.with_name(f".{weights.stem}.lock"), None
-    while file is None:
-        try:
-            file = lock(path)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"{weights} is being written by {error}; wait, or choose another name"
-            ) from error
-        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-            file.close()  # its previous owner has just removed it
-            file = None
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
-
-
-def publish(weights: Path) -> None:
-    """Replace weights and card by their staged versions.
-
-    The old card is removed first, so that it never describes new weights.  If the process is killed in between, the
-    rest stays staged and `finish_exports` completes it.
+    Both are staged under temporary names first.  If the process is killed before both are complete, the old ones stay;
+    after that, whoever looks into the folder next completes the export.
     """
-    card = weights.with_suffix(".json")
-    if staged(weights).exists():
-        card.unlink(missing_ok=True)
-        staged(weights).replace(weights)
-    staged(card).replace(card)
+    text = card.to_json()
+    card = Card.from_json(text, f"{card.name}.json")
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    finish_exports(weights.parent)
+    with only_writer(weights):
+        if weights.exists() and not overwrite:
+            raise CheckpointError(f"{weights} exists already; overwrite=True replaces it")
+        try:
+            write_whole(_staged(weights), data)
+            check(Checkpoint(card, _staged(weights)))
+            write_whole(_staged(weights.with_suffix(".json")), text.encode())
+        except BaseException:
+            _staged(weights).unlink(missing_ok=True)
+            raise
+        _publish(weights)
 
 
 def finish_exports(folder: Path) -> None:
@@ -234,11 +205,43 @@ def finish_exports(folder: Path) -> None:
         try:
             with contextlib.suppress(CheckpointError), only_writer(weights):  # unless the export still runs
                 if card.exists():
-                    publish(weights)
+                    _publish(weights)
         except OSError as error:
-            raise CheckpointError(
-                f"{folder}: an export was interrupted and cannot be completed ({error})"
-            ) from error
+            message = f"{folder}: an export was interrupted and cannot be completed ({error})"
+            raise CheckpointError(message) from error
+
+
+def _staged(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _publish(weights: Path) -> None:
+    """Replace weights and card by their staged versions.  The old card goes first: it never describes new weights."""
+    card = weights.with_suffix(".json")
+    if _staged(weights).exists():
+        card.unlink(missing_ok=True)
+        _staged(weights).replace(weights)
+    _staged(card).replace(card)
+
+
+@contextlib.contextmanager
+def only_writer(weights: Path) -> Iterator[None]:
+    """A context in which no other process writes weights of this name; raises CheckpointError if one does already."""
+    path = weights.with_name(f".{weights.stem}.lock")
+    while True:
+        try:
+            file = lock(path)
+        except BlockingIOError as error:
+            message = f"{weights} is being written by {error}; wait, or choose another name"
+            raise CheckpointError(message) from error
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            break
+        file.close()  # its previous owner has just removed it
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -257,8 +260,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         raise
     except Exception as error:  # damaged files raise many types; torch's message suggests weights_only=False
         if found := re.search(r"GLOBAL (\S+)", str(error)):
-            what = f"it holds more than tensors and plain values: it asks for {found[1]}"
-            raise CheckpointError(f"{path} is refused: {what}") from error
+            reason = f"it holds more than tensors and plain values: it asks for {found[1]}"
+            raise CheckpointError(f"{path} is refused: {reason}") from error
         reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
         raise CheckpointError(f"{path} is damaged or not a checkpoint{reason}; use another copy") from error
     if not isinstance(content, dict):
@@ -310,9 +313,7 @@ def is_head(name: str) -> bool:
     return name.partition(".")[0] in ("head", "head_dist", "head_drop")
 
 
-def load_weights(
-    model: nn.Module, weights: Mapping[str, Tensor], source: str, *, orthonormal: bool = False
-) -> list[str]:
+def load_weights(model: nn.Module, weights: Tensors, source: str, *, orthonormal: bool = False) -> list[str]:
     """Load weights of the same architecture, and return the names of the head's parameters if it stays untrained.
 
     Position embeddings, patches and channels are resampled to the model's sizes.  A head for another number of classes is
@@ -320,10 +321,10 @@ def load_weights(
     """
     own = model.state_dict()
     fitted = _fit(dict(weights), model, own, source)
-    head = sorted(
-        k for k in own if _is_head_of(model, k) and (k not in fitted or fitted[k].shape != own[k].shape)
-    )
-    fitted = {k: v for k, v in fitted.items() if k not in head and (k in own or not _is_head_of(model, k))}
+    classifier = _config(model, "classifier")
+    heads = {k for k in own.keys() | fitted.keys() if is_head(k) or k.rpartition(".")[0] in classifier}
+    head = sorted(k for k in heads & own.keys() if k not in fitted or fitted[k].shape != own[k].shape)
+    fitted = {k: v for k, v in fitted.items() if k not in head and (k in own or k not in heads)}
     _check_names_and_shapes(own, fitted, head, source)
     check_types(own, fitted, source)
     check_finite(fitted, source)
@@ -339,13 +340,7 @@ def _config(model: nn.Module, key: str) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _is_head_of(model: nn.Module, name: str) -> bool:
-    return is_head(name) or name.rpartition(".")[0] in _config(model, "classifier")
-
-
-def _fit(
-    weights: dict[str, Tensor], model: nn.Module, own: Mapping[str, Tensor], source: str
-) -> dict[str, Tensor]:
+def _fit(weights: dict[str, Tensor], model: nn.Module, own: Tensors, source: str) -> dict[str, Tensor]:
     """The weights resampled to the model's channels and, by timm's rules, its patch size and number of positions."""
     for conv in _config(model, "first_conv"):
         key = f"{conv}.weight"
@@ -358,10 +353,8 @@ def _fit(
     try:
         return checkpoint_filter_fn(weights, model)
     except (RuntimeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{source} is of another architecture: it cannot be resampled ({reason})"
-        ) from error
+        reason = f"it cannot be resampled ({' '.join(str(error).split())})"
+        raise CheckpointError(f"{source} is of another architecture: {reason}") from error
 
 
 def spread_channels(weight: Tensor, channels: int) -> Tensor:
@@ -376,38 +369,33 @@ def spread_channels(weight: Tensor, channels: int) -> Tensor:
     return torch.stack([weight[:, i % before] / copies[i % before] for i in range(channels)], 1)
 
 
-def _check_names_and_shapes(
-    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], head: Sequence[str], source: str
-) -> None:
+def _check_names_and_shapes(own: Tensors, weights: Tensors, head: Sequence[str], source: str) -> None:
     missing, unknown = sorted(own.keys() - weights.keys() - set(head)), sorted(weights.keys() - own.keys())
-    for what, names in (("no", missing), ("an unknown", unknown)):
-        if names:
-            raise CheckpointError(
-                f"{source} is of another architecture: it has {what} {names[0]!r} ({len(names)} such)"
-            )
+    other = f"{source} is of another architecture"
+    if missing:
+        raise CheckpointError(f"{other}: it has no {missing[0]!r} ({len(missing)} such)")
+    if unknown:
+        raise CheckpointError(f"{other}: it has an unknown {unknown[0]!r} ({len(unknown)} such)")
     different = [key for key in weights if weights[key].shape != own[key].shape]
-    if different:
-        key = different[0]
+    for key in different[:1]:
         shapes = f"{tuple(weights[key].shape)}, not {tuple(own[key].shape)}"
-        raise CheckpointError(
-            f"{source} is of another architecture: its {key!r} is {shapes} ({len(different)} such)"
-        )
+        raise CheckpointError(f"{other}: its {key!r} is {shapes} ({len(different)} such)")
 
 
-def check_types(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str) -> None:
+def check_types(own: Tensors, weights: Tensors, source: str) -> None:
     """Raise where weights are integers and the model's are not, or the other way round."""
     for key, x in weights.items():
         if key in own and x.dtype != own[key].dtype and not (x.dtype in FLOATS and own[key].dtype in FLOATS):
             raise CheckpointError(f"{source} is refused: its {key!r} is {x.dtype}, not {own[key].dtype}")
 
 
-def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
+def check_finite(weights: Tensors, source: str) -> None:
     bad = next((key for key, value in weights.items() if not value.isfinite().all()), None)
     if bad is not None:
         raise CheckpointError(f"{source} is refused: {bad!r} has entries that are not finite")
 
 
-def check_manifold(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+def check_manifold(model: nn.Module, weights: Tensors, source: str) -> None:
     """Raise where weights for the model's constrained parameters are not orthonormal."""
     for name, parameter in stiefel_parameters(model):
         X = weights.get(name)
@@ -423,7 +411,7 @@ def check_manifold(model: nn.Module, weights: Mapping[str, Tensor], source: str)
 
 
 @torch.no_grad()
-def project_rounded(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def project_rounded(model: nn.Module, weights: Tensors) -> None:
     """Project the constrained parameters whose weights were stored in float16 or bfloat16, which rounds them."""
     for name, parameter in stiefel_parameters(model):
         if name in weights and weights[name].dtype not in TOLERANCE:

@@ -1,15 +1,5 @@
 """The zoo, and the way from a name to a model.
 
-    name                             image    patch   width   depth   heads   mlp   parameters
-    ortho_vit_digits                  8×8×1     4       64      3       4      2       0.1 M
-    ortho_vit_pico                   32×32      8       96      4       6      2       0.3 M
-    ortho_vit_nano                   32×32      4       96      4       6      2       0.3 M
-    ortho_vit_compact                32×32     (4)     128      2       2      1       0.3 M   convolutional stem
-    ortho_vit_cifar                  32×32      4      384      7      12      1       6.3 M   the paper's
-    ortho_vit_tiny_patch16_224      224×224    16      192     12       3      4       5.7 M   DeiT's
-    ortho_vit_small_patch16_224     224×224    16      384     12       6      4        22 M   DeiT's
-    ortho_vit_base_patch16_224      224×224    16      768     12      12      4        87 M   DeiT's
-
 Each is timm's `VisionTransformer` and is registered with timm, as are our optimizers.  Each takes timm's keywords and those
 of `create_model`; `constraint="none"` stands for None, because `timm.create_model` drops keywords that are None.
 
@@ -24,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import (
-    VisionTransformer,
-    build_model_with_cfg,
-    generate_default_cfgs,
-    register_model,
-    resolve_pretrained_cfg,
-)
+from timm.models import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn
 from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
@@ -40,7 +24,7 @@ from ortho_vit.errors import CheckpointError, did_you_mean
 from ortho_vit.models.card import Card
 from ortho_vit.models.compact import CompactTransformer
 from ortho_vit.models.orthogonalize import Projections, orthogonalize, release
-from ortho_vit.models.spec import Choice, ModelSpec, resolve
+from ortho_vit.models.spec import Choice, ModelSpec
 from ortho_vit.models.weights import (
     Checkpoint,
     Source,
@@ -54,6 +38,23 @@ from ortho_vit.models.weights import (
 
 __all__: list[str] = []  # `register_model` adds each name
 
+# Hidden layers of the MLPs that are as wide as the model and twice as wide; timm's default is 4 times
+SQUARE, NARROW = {"mlp_ratio": 1, "qkv_bias": False}, {"mlp_ratio": 2, "qkv_bias": False}
+POOLED = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+SIZES: dict[str, dict[str, Any]] = {  # with the number of parameters
+    "ortho_vit_digits": {"patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, **NARROW},  # 0.1 M
+    "ortho_vit_pico": {"patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 6, **NARROW},  # 0.3 M
+    "ortho_vit_nano": {"patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, **NARROW},  # 0.3 M
+    # 0.3 M, with a convolutional stem
+    "ortho_vit_compact": {"patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 2, **SQUARE, **POOLED},
+    # 6,260,746, as in Kong, Wang & Tao (ICLR 2023), section 4.2
+    "ortho_vit_cifar": {"patch_size": 4, "embed_dim": 384, "depth": 7, "num_heads": 12, **SQUARE},
+    # 5.7 M, 22 M and 87 M, as DeiT
+    "ortho_vit_tiny_patch16_224": {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},
+    "ortho_vit_small_patch16_224": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
+    "ortho_vit_base_patch16_224": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
+}
+
 INPUT = {"first_conv": "patch_embed.proj", "classifier": "head", "fixed_input_size": True, "license": "mit"}
 DIGITS = {**INPUT, "input_size": (1, 8, 8), "num_classes": 10, "crop_pct": 1.0}
 DIGITS |= {"mean": (0.3053,), "std": (0.3759,)}
@@ -62,42 +63,9 @@ CIFAR |= {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
 COMPACT = {**CIFAR, "first_conv": "patch_embed.layers.0"}
 IMAGENET = {**INPUT, "input_size": (3, 224, 224), "num_classes": 1000, "crop_pct": 0.9}
 
-default_cfgs = generate_default_cfgs(
-    {
-        "ortho_vit_digits": DIGITS,
-        "ortho_vit_pico": CIFAR,
-        "ortho_vit_nano": CIFAR,
-        "ortho_vit_compact": COMPACT,
-        "ortho_vit_cifar": CIFAR,
-        "ortho_vit_tiny_patch16_224": IMAGENET,
-        "ortho_vit_small_patch16_224": IMAGENET,
-        "ortho_vit_base_patch16_224": IMAGENET,
-    }
-)
-
-SIZES: dict[str, dict[str, Any]] = {
-    "ortho_vit_digits": {
-        "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "qkv_bias": False,
-    },
-    "ortho_vit_pico": {
-        "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False,
-    },
-    "ortho_vit_nano": {
-        "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6, "mlp_ratio": 2, "qkv_bias": False,
-    },
-    "ortho_vit_compact": {
-        "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 2, "mlp_ratio": 1, "qkv_bias": False,
-        "class_token": False, "global_pool": "avg", "fc_norm": False,
-    },
-    # Kong, Wang & Tao (ICLR 2023), section 4.2: 6,260,746 parameters
-    "ortho_vit_cifar": {
-        "patch_size": 4, "embed_dim": 384, "depth": 7, "num_heads": 12, "mlp_ratio": 1, "qkv_bias": False,
-    },
-    "ortho_vit_tiny_patch16_224": {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},
-    "ortho_vit_small_patch16_224": {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6},
-    "ortho_vit_base_patch16_224": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
-}  # fmt: skip
-
+CONFIGS: dict[str, Any] = {name: IMAGENET if name.endswith("_224") else CIFAR for name in SIZES}
+CONFIGS |= {"ortho_vit_digits": DIGITS, "ortho_vit_compact": COMPACT}
+default_cfgs = timm.models.generate_default_cfgs(CONFIGS)
 
 OPTIMIZERS = (
     "StiefelSGD", "StiefelAdam", "StiefelAdamW", "MomentumlessStiefelSGD", "ProjectedStiefelSGD", "ProjectedStiefelAdam",
@@ -138,17 +106,14 @@ def create_model(
         verify: check that the loaded weights give the logits on their card.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
     """
-    chosen: dict[str, Any] = {"projections": projections, "preserve": preserve, "scale": scale}
+    chosen: Any = {"constraint": constraint, "projections": projections, "preserve": preserve, "scale": scale}
     checkpoint = _checkpoint_for(name, pretrained, checkpoints)
     if checkpoint is not None:
-        return load_checkpoint(
-            checkpoint, weights=pretrained, constraint=constraint, verify=verify, **chosen, **kwargs
-        )
+        return load_checkpoint(checkpoint, weights=pretrained, verify=verify, **chosen, **kwargs)
     if verify:
-        raise CheckpointError(
-            f"{name}: verify=True needs weights with a card; list_models(pretrained=True) has them"
-        )
-    spec = ModelSpec(name, "within" if name in SIZES else None).choose(constraint, **chosen)
+        remedy = "list_models(pretrained=True) has them"
+        raise CheckpointError(f"{name}: verify=True needs weights with a card; {remedy}")
+    spec = ModelSpec(name, "within" if name in SIZES else None).choose(**chosen)
     return orthogonalize(_build_free(name, kwargs, pretrained=pretrained), **spec.attention)
 
 
@@ -206,14 +171,12 @@ def load_checkpoint(
     parameter free.  Other keywords are timm's and override the card's: `num_classes` gives a new head, `img_size`
     resamples the position embedding, `in_chans` adapts the first convolution.  `verify` checks the card's logits first.
     """
-    trained = checkpoint.card.spec.choose(constraint, projections=projections, preserve=preserve, scale=scale)
-    num_classes = kwargs.pop("num_classes", trained.num_classes)
-    spec = trained.replace(num_classes=num_classes, arguments=trained.arguments | kwargs)
+    spec = checkpoint.card.spec.choose(constraint, projections=projections, preserve=preserve, scale=scale)
+    num_classes = kwargs.pop("num_classes", spec.num_classes)
+    spec = spec.replace(num_classes=num_classes, arguments=spec.arguments | kwargs)
     if verify:
         verify_checkpoint(checkpoint)
-    if not weights:
-        return orthogonalize(_build_for(checkpoint.card, spec), **spec.attention)
-    return _load(checkpoint, spec)[0]
+    return _load(checkpoint, spec, weights)[0]
 
 
 def verify_checkpoint(checkpoint: Checkpoint | Source) -> float:
@@ -228,7 +191,7 @@ def verify_checkpoint(checkpoint: Checkpoint | Source) -> float:
 
 def build(spec: ModelSpec) -> nn.Module:
     """The untrained model of a description; with a tag in its name, the architecture on that card."""
-    return create_model(spec.name, **_choice(spec), **spec.keywords)
+    return create_model(spec.name, **spec.attention, **spec.keywords)
 
 
 def build_from(
@@ -240,46 +203,37 @@ def build_from(
     file without a card: safetensors, a state dict or a run checkpoint.  `on_manifold` tells from a run's hyper-parameters
     whether its training kept the weights on the manifold; if so, weights off it raise CheckpointError.
     """
-    if _is_file_alone(weights):
-        model = build(spec)
-        tensors, run = read_weights(weights)
-        orthonormal = bool(run) and on_manifold(run) and _same_blocks(spec, run)
+    path = Path(weights)
+    is_file = is_place(weights) and "://" not in weights and not path.is_dir()
+    if is_file and not path.with_suffix(".json").is_file():
+        model, (tensors, run) = build(spec), read_weights(weights)
+        orthonormal = False
+        if run and on_manifold(run):
+            theirs = ModelSpec.from_options(run)
+            orthonormal = (theirs.constraint, theirs.projections) == (spec.constraint, spec.projections)
         return model, bool(load_weights(model, tensors, weights, orthonormal=orthonormal))
     checkpoint = _checkpoint_for(weights, True, None)
-    theirs = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
-    if theirs != spec.architecture:
+    architecture = checkpoint.card.architecture if checkpoint else weights.partition(".")[0]
+    if architecture != spec.architecture:
         raise CheckpointError(
-            f"weights {weights!r} are of another model, {theirs!r}; name a .safetensors or .ckpt file of "
+            f"weights {weights!r} are of another model, {architecture!r}; name a .safetensors or .ckpt file of "
             f"{spec.architecture!r}, or one of list_models('{spec.architecture}*', pretrained=True)"
         )
     if checkpoint is not None:
         model, head = _load(checkpoint, spec)
         return model, bool(head)
-    model = create_model(weights, pretrained=True, **_choice(spec), **spec.keywords)
+    model = create_model(weights, pretrained=True, **spec.attention, **spec.keywords)
     config: Any = model.pretrained_cfg
     return model, bool(model.num_classes != config["num_classes"])
 
 
-def _is_file_alone(weights: str) -> bool:
-    """Whether `weights` means a file without a card."""
-    path = Path(weights)
-    local = is_place(weights) and "://" not in weights and not path.is_dir()
-    return local and not path.with_suffix(".json").is_file()
-
-
-def _same_blocks(spec: ModelSpec, run: Mapping[str, Any]) -> bool:
-    theirs = ModelSpec.from_options(run)
-    return (spec.constraint, spec.projections) == (theirs.constraint, theirs.projections)
-
-
-def _choice(spec: ModelSpec) -> dict[str, Any]:
-    return spec.attention | {"constraint": "none" if spec.constraint is None else spec.constraint}
-
-
-def _load(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[nn.Module, list[str]]:
-    """The model of a description with a checkpoint's weights, and the names of the head's untrained parameters."""
+def _load(checkpoint: Checkpoint, spec: ModelSpec, weights: bool = True) -> tuple[nn.Module, list[str]]:
+    """The model of a description, with a checkpoint's weights if wanted, and the untrained parameters of its head."""
     card, trained = checkpoint.card, checkpoint.card.spec
-    model = orthogonalize(_build_for(card, spec), **trained.attention, init="keep")
+    model = _build_for(card, spec)
+    if not weights:
+        return orthogonalize(model, **spec.attention), []
+    orthogonalize(model, **trained.attention, init="keep")
     head = load_weights(model, checkpoint.read(), card.name, orthonormal=True)
     if spec.attention != trained.attention:
         orthogonalize(release(model), **spec.attention)
@@ -328,15 +282,14 @@ def _build_ours(
     hub: dict[str, Any] | None = None,
 ) -> VisionTransformer:
     """A model of the zoo; with the configuration of a hub folder, also its weights."""
-    cfg = resolve_pretrained_cfg(name, hub, overlay)
+    cfg = timm.models.resolve_pretrained_cfg(name, hub, overlay)
     arguments = {**SIZES[name], **{key: value for key, value in kwargs.items() if value is not None}}
     image, patch = arguments.get("img_size") or cfg.input_size[-1], arguments["patch_size"]
-    padded = arguments.get("dynamic_img_pad", False)
-    if isinstance(image, int) and isinstance(patch, int) and patch > 0 and image % patch and not padded:
-        raise ValueError(
-            f"{name}: patch_size must divide img_size = {image}, got {patch}; the rest would be ignored"
-        )
-    return build_model_with_cfg(
+    numbers = isinstance(image, int) and isinstance(patch, int) and patch > 0
+    if numbers and image % patch and not arguments.get("dynamic_img_pad"):
+        message = f"patch_size must divide img_size = {image}, got {patch}; the rest would be ignored"
+        raise ValueError(f"{name}: {message}")
+    return timm.models.build_model_with_cfg(
         CompactTransformer if name == "ortho_vit_compact" else VisionTransformer,
         name,
         pretrained=hub is not None,
@@ -377,29 +330,27 @@ def _from_hub(
     **kwargs: Any,
 ) -> nn.Module:
     """A model from a hub folder that names an architecture of ours, as version 0.1 exported them."""
+    spec = ModelSpec(name, "within").choose(constraint, projections=projections)
     model = _build_ours(name, kwargs, hub=cfg if pretrained else None)
-    init: Any = "keep" if pretrained else "polar"
-    orthogonalize(model, resolve(constraint, "within"), projections=projections, init=init)
+    orthogonalize(model, **spec.attention, init="keep" if pretrained else "polar")
     if pretrained:
         check_weights(model, name)
     return model
 
 
-def _register_optimizers() -> None:
-    """Register our optimizers for `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")`; timm imports them lazily."""
-    for name in OPTIMIZERS:
-        adaptive = "Adam" in name or "Muon" in name
-        info = OptimInfo(
-            name=name.lower(),
-            opt_class=f"ortho_vit.optim.{name}",
-            description=f"{name} of ortho_vit, for models with orthonormal weights",
-            has_eps=adaptive,
-            has_betas=adaptive,
-            has_momentum=not adaptive or "Muon" in name,
-        )
-        default_registry.register(info)
-
-
 for _name in SIZES:
-    globals()[_name] = register_model(_entry_point(_name))
-_register_optimizers()
+    globals()[_name] = timm.models.register_model(_entry_point(_name))
+
+# For `timm.optim.create_optimizer_v2(model, opt="stiefelsgd")`; timm imports them lazily
+for _name in OPTIMIZERS:
+    _adaptive = "Adam" in _name or "Muon" in _name
+    default_registry.register(
+        OptimInfo(
+            name=_name.lower(),
+            opt_class=f"ortho_vit.optim.{_name}",
+            description=f"{_name} of ortho_vit, for models with orthonormal weights",
+            has_eps=_adaptive,
+            has_betas=_adaptive,
+            has_momentum=not _adaptive or "Muon" in _name,
+        )
+    )

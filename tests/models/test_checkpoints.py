@@ -33,7 +33,7 @@ def test_together_they_are_small():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_is_what_its_card_says(name):
+def test_a_checkpoint_is_what_its_card_says_and_timm_loads_the_same_model(name):
     checkpoint = find_checkpoint(name)
     card = checkpoint.card
     assert hashlib.sha256(checkpoint.weights.read_bytes()).hexdigest() == card.sha256
@@ -44,13 +44,9 @@ def test_a_checkpoint_is_what_its_card_says(name):
     assert orthogonality_error(model) == pytest.approx(card.orthogonality_error, abs=1e-7)  # rounding of X Xᵀ
     assert card.orthogonality_error < 2e-6
     assert card.command == f"python train.py test --weights {name}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_timm_loads_the_same_model(name):
-    ours, theirs = create_model(name, pretrained=True), timm.create_model(name, pretrained=True)
-    assert all(torch.equal(x, theirs.state_dict()[key]) for key, x in ours.state_dict().items())
-    find_checkpoint(name).card.check_golden(theirs)
+    theirs = timm.create_model(name, pretrained=True)
+    assert all(torch.equal(x, theirs.state_dict()[key]) for key, x in model.state_dict().items())
+    card.check_golden(theirs)
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

@@ -53,7 +53,7 @@ def test_every_model_has_its_size_and_runs(name):
 def test_the_large_ones_are_of_the_size_of_deit(size):
     with torch.device("meta"):
         deit = timm.create_model(f"deit_{size}_patch16_224")
-    ours = create_model(f"ortho_vit_{size}_patch16_224", constraint=None)
+        ours = create_model(f"ortho_vit_{size}_patch16_224", constraint=None)
     assert {k: x.shape for k, x in ours.state_dict().items()} == {
         k: x.shape for k, x in deit.state_dict().items()
     }
