@@ -48,7 +48,7 @@ from ortho_vit.training.lightning_internals import (
     count_finished_epoch_once,
     expect_no_first_step,
 )
-from ortho_vit.training.metrics import Mean, restore, state_of
+from ortho_vit.training.metrics import Mean
 from ortho_vit.training.schedule import (
     SCHEDULERS,
     Adapted,
@@ -182,7 +182,7 @@ class Classifier(L.LightningModule):
         top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
         metrics = MetricCollection({key: accuracy(top_k=k) for key, k in top.items()})
-        self.train_loss, self.train_accuracy = Mean(), accuracy()
+        self.train_loss, self.train_accuracy = Mean(), Mean()
         self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
         self.steps = FiniteSteps(skip_nonfinite)
         self._compile = compile
@@ -299,8 +299,9 @@ class Classifier(L.LightningModule):
 
         step = partial(super().optimizer_step, epoch, batch_idx, optimizer, closure)
         for result in self.steps.run(self, step):
-            self.train_loss.update(result.loss, len(result.labels))
-            self.train_accuracy.update(result.logits, result.labels)
+            count = len(result.labels)
+            self.train_loss.update(result.loss.float() * count, count)
+            self.train_accuracy.update((result.logits.argmax(1) == result.labels).sum(), count)
         self._log_skipped()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -482,7 +483,7 @@ class Classifier(L.LightningModule):
     def _restore_means(self) -> None:
         """Restore the means of a resumed epoch, after the model was converted: `bf16-true` would have rounded them."""
         for name, states in self._means.items():
-            restore(getattr(self, name), states, self.global_rank, self.trainer.world_size)
+            getattr(self, name).restore(states, self.global_rank, self.trainer.world_size)
         self._means = {}
 
     def on_train_epoch_start(self) -> None:
@@ -502,7 +503,7 @@ class Classifier(L.LightningModule):
             "images": self._images,
             "seed": self._seed,
             "steps": self.steps.state_dict(),
-            "means": {name: state_of(getattr(self, name)) for name in ("train_loss", "train_accuracy")},
+            "means": {"train_loss": self.train_loss.sums(), "train_accuracy": self.train_accuracy.sums()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

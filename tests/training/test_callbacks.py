@@ -20,38 +20,46 @@ from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 
 class LeaveManifold(L.Callback):
-    """Spoils one weight at a given step."""
+    """Multiplies one weight by a factor after the third step."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, factor):
+        self.factor = factor
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
+        if trainer.global_step == 3:
             with torch.no_grad():
-                next(p for _, p in stiefel_parameters(pl_module)).mul_(1.01)
+                next(p for _, p in stiefel_parameters(pl_module)).mul_(self.factor)
 
 
-def test_the_monitor_stops_a_run_that_has_left_the_manifold(tmp_path):
+@pytest.mark.parametrize(("factor", "error"), [(1.01, r"0\.02"), (float("nan"), "nan")])
+def test_the_monitor_stops_a_run_that_has_left_the_manifold(tmp_path, factor, error):
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.callbacks = [
-        LeaveManifold(3),
+        LeaveManifold(factor),
         OrthogonalityMonitor(every_n_steps=1, threshold=1e-4),
         *trainer.callbacks,
     ]
-    message = r"model\.blocks\.0\.attn\.qkv\.weight has left the manifold at step 3: its orthogonality error is 0\.02"
+    message = rf"model\.blocks\.0\.attn\.qkv\.weight has left the manifold at step 3: its orthogonality error is {error}"
     with pytest.raises(RuntimeError, match=message):
         trainer.fit(make_classifier(), datamodule=digits())
 
 
-def test_the_monitor_stops_a_run_with_weights_that_are_not_numbers():
-    monitor, model = OrthogonalityMonitor(), make_classifier()
-    with torch.no_grad():
-        next(p for _, p in stiefel_parameters(model)).fill_(float("nan"))
-    trainer = L.Trainer(
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
-    with pytest.raises(RuntimeError, match="has left the manifold"):
-        monitor._measure(trainer, model)
+def test_other_callbacks_read_the_error_of_the_last_measurement(tmp_path):
+    seen = []
+
+    class Read(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen.append(trainer.callback_metrics["orthogonality"].item())
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            error = trainer.callback_metrics["orthogonality"].item()
+            assert error == pytest.approx(orthogonality_error(pl_module))
+            assert error == seen[-1]  # every step is measured, also the last
+
+    trainer = make_trainer(tmp_path, Read())
+    trainer.callbacks[0] = OrthogonalityMonitor(every_n_steps=1)
+    trainer.fit(make_classifier(), datamodule=digits())
+    assert len(set(seen)) > 1  # not a mean, not the first
 
 
 def test_without_a_threshold_the_monitor_only_tells(tmp_path):
