@@ -13,7 +13,7 @@ from ortho_vit.stiefel import polar
 from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonitor, WeightAveraging
 from ortho_vit.training.checkpointing import AtomicCheckpointIO
 from ortho_vit.training.images import attention_maps, draw_grams, draw_maps, gram_matrix
-from ortho_vit.training.reporting import EpochLines, LearningRates, describe
+from ortho_vit.training.reporting import EpochLines, History, LearningRates, describe
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 # ------------------------------------------------------------------------------------------- orthogonality
@@ -271,7 +271,8 @@ def test_without_validation_there_is_no_best(tmp_path):
 def test_a_line_an_epoch_has_the_rate_of_the_head_and_no_old_score(tmp_path, capsys):
     model = make_classifier(partial(optim.StiefelSGD, lr=0.1), layer_decay=0.5)
     kwargs = {"check_val_every_n_epoch": 2, "limit_train_batches": 1, "max_epochs": 3}
-    trainer = make_trainer(tmp_path, EpochLines(), **kwargs)
+    history = History()
+    trainer = make_trainer(tmp_path, history, EpochLines(history), **kwargs)
     trainer.fit(model, datamodule=digits())
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert ["val accuracy" in line for line in lines] == [False, True, False]

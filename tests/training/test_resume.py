@@ -24,7 +24,7 @@ from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_cla
 class KeepAll(Checkpoints):
     """Keeps a copy of every checkpoint that was ever the last."""
 
-    def _save(self, trainer, improved):
+    def _save(self, trainer, improved=False):
         super()._save(trainer, improved)
         assert self.folder is not None
         kept = self.folder / "kept"
