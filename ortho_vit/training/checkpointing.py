@@ -180,12 +180,9 @@ class Checkpoints(Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         last, resumed = self.last_path, trainer.ckpt_path
         if last and not (resumed and Path(resumed).resolve().parent == last.resolve().parent):
-            logger = trainer.logger
-            other = (
-                f"the save_dir, name or version of {type(logger).__name__}"
-                if logger
-                else "--trainer.default_root_dir"
-            )
+            other = "--trainer.default_root_dir"
+            if trainer.logger:
+                other = f"the save_dir, name or version of {type(trainer.logger).__name__}"
             raise FileExistsError(
                 f"{last} is there already; nothing was overwritten.  "
                 f"Continue it with --ckpt_path {last}, or choose another folder: {other}"
@@ -224,10 +221,11 @@ class Checkpoints(Checkpoint):
         if trainer.should_stop and not trainer.is_last_batch:
             return  # stopped mid-epoch, and saved there: to resume as if it were over would leave out the rest
         validated, self._validated = self._validated, False
-        missing = validated and self.monitor not in trainer.callback_metrics
-        self._save(trainer, improved=validated and not missing and self._improves(trainer))
-        if missing:
-            self._improves(trainer)  # raises, now that the epoch is saved
+        improved = False
+        try:
+            improved = validated and self._improves(trainer)
+        finally:  # the epoch is saved also where the monitor is missing
+            self._save(trainer, improved)
 
     def _improves(self, trainer: L.Trainer) -> bool:
         """Whether the last score is the best so far, or equal to it; it then becomes `best_score`."""
@@ -254,11 +252,11 @@ class Checkpoints(Checkpoint):
         if self.folder is None:
             return
         weights = trainer.lightning_module.state_dict()
-        floating = {name: value for name, value in weights.items() if value.is_floating_point()}
+        floating = {key: value for key, value in weights.items() if value.is_floating_point()}
         if not all_finite(list(floating.values())):
-            name = next(name for name, value in floating.items() if not value.isfinite().all())
+            bad = next(key for key, value in floating.items() if not value.isfinite().all())
             raise DivergedError(
-                f"{name} is not finite after step {trainer.global_step}, so no checkpoint was written and the last one "
+                f"{bad} is not finite after step {trainer.global_step}, so no checkpoint was written and the last one "
                 "is good; lower the learning rate"
             )
         trainer.save_checkpoint(self.folder / name)

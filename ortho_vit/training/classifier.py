@@ -207,7 +207,7 @@ class Classifier(L.LightningModule):
 
     def _freeze(self, patterns: list[str]) -> None:
         for pattern in patterns:
-            for parameter in matching(self.model, pattern, "freeze").values():
+            for parameter in matching(self.model, pattern, "freeze"):
                 parameter.requires_grad_(False)
         self._require(any(p.requires_grad for p in self.model.parameters()), "freeze leaves nothing to train")
 
@@ -404,10 +404,7 @@ class Classifier(L.LightningModule):
         self._images = images_of(getattr(self.trainer, "datamodule", None))
 
     def on_train_start(self) -> None:
-        for (
-            name,
-            sums,
-        ) in self._means.items():  # now, as `bf16-true` has converted the metrics of the model before
+        for name, sums in self._means.items():  # not when they are loaded: `bf16-true` would round them
             getattr(self, name).restore(sums, self.global_rank, self.trainer.world_size)
         self._means = {}
         count_finished_epoch_once(self.trainer)
@@ -477,10 +474,8 @@ class Classifier(L.LightningModule):
                 check_manifold(self, weights, source)
         for optimizer in checkpoint.get("optimizer_states", ()):
             for number, state in optimizer["state"].items():
-                tensors = {
-                    f"{key} of parameter {number}": x for key, x in state.items() if isinstance(x, Tensor)
-                }
-                check_finite(tensors, source)
+                tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+                check_finite({f"{key} of parameter {number}": x for key, x in tensors.items()}, source)
 
 
 def _seed_everything(*parts: int) -> None:

@@ -135,18 +135,16 @@ def draw_grams(grams: Mapping[str, Tensor]) -> "Figure":
 def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collects the attention probabilities of timm's blocks, which the fused kernel does not return."""
     record: list[Tensor] = []
-    fused, hooks = [], []
-    for module in model.modules():
-        if isinstance(getattr(module, "attn_drop", None), nn.Module) and hasattr(module, "fused_attn"):
-            fused.append((module, module.fused_attn))
-            module.fused_attn = False  # type: ignore[assignment]
-            drop: nn.Module = module.attn_drop  # type: ignore[assignment]
-            hooks.append(drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0])))
-    try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
-            yield record
-    finally:
-        for module, was in fused:
-            module.fused_attn = was
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as restored:
+        for module in model.modules():
+            drop = getattr(module, "attn_drop", None)
+            if isinstance(drop, nn.Module) and hasattr(module, "fused_attn"):
+                restored.callback(setattr, module, "fused_attn", module.fused_attn)
+                module.fused_attn = False  # type: ignore[assignment]
+                restored.enter_context(
+                    drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]))
+                )
+        restored.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # compiled code would not call the hooks
+        yield record

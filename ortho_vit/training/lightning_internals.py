@@ -6,13 +6,12 @@ names of LightningCLI in `ortho_vit.cli.lightning_cli`, and `fit_loop.batch_idx`
 not import this package.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -31,7 +30,9 @@ def batches_per_epoch(trainer: L.Trainer) -> float:
 
 def is_accumulating(trainer: L.Trainer) -> bool:
     """Whether the last batch made no optimizer step, as its gradients are still being accumulated; no hook says so."""
-    return trainer.fit_loop.epoch_loop._should_accumulate()
+    return (
+        bool((trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
+    )
 
 
 def validation_is_due(trainer: L.Trainer) -> bool:
@@ -102,18 +103,6 @@ def averaged_model(callback: WeightAveraging) -> AveragedModel:
 
 
 # -------------------------------------------------------------------------------------------------------------- torch
-
-
-def write_hyper_parameters(logger: TensorBoardLogger, values: dict[str, Any], metrics: Iterable[str]) -> None:
-    """Write values for TensorBoard's HPARAMS page, beside metrics that the run logs.
-
-    The public `SummaryWriter.add_hparams` writes them to a log of their own, in a subfolder.
-    """
-    from torch.utils.tensorboard.summary import hparams  # on demand: it imports TensorBoard
-
-    writer = logger.experiment._get_file_writer()
-    for summary in hparams(values, dict.fromkeys(metrics, 0)):
-        writer.add_summary(summary)
 
 
 def expect_no_first_step(optimizer: Optimizer) -> None:

@@ -16,7 +16,9 @@ from ortho_vit.parameter import StiefelParameter
 
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 Kind = type | tuple[type, ...]
-Group = tuple[set[str], dict[str, Any]]  # names of parameters, and options of the optimizer for them
+Group = tuple[
+    list[str], dict[str, Any]
+]  # patterns of parameters' names, and options of the optimizer for them
 
 
 # ------------------------------------------------------------------------------------- `class_path` and `init_args`
@@ -63,17 +65,17 @@ def keeps_manifold(run: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ groups of parameters
 
 
-def matching(model: nn.Module, pattern: str, option: str) -> dict[str, nn.Parameter]:
-    """The parameters whose names match a pattern, which is part of an option of the classifier."""
-    found = {name: p for name, p in model.named_parameters() if fnmatchcase(name, pattern)}
+def matching(model: nn.Module, pattern: str, option: str) -> list[nn.Parameter]:
+    """The parameters whose names match a pattern in an option of the classifier.  Raises ValueError where there are none."""
+    found = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
     if not found:
         raise ValueError(f"Classifier: {option}: no parameter is called {pattern!r}")
     return found
 
 
 def parse_groups(model: nn.Module, param_groups: list[dict[str, Any]]) -> list[Group]:
-    """The names and the options of each of `param_groups`, then all names without options; the first match decides."""
-    parsed = []
+    """The patterns and the options of each of `param_groups`; the last, without options, has all other parameters."""
+    parsed: list[Group] = []
     for group in param_groups:
         match = group.get("match")
         patterns = [match] if isinstance(match, str) else match
@@ -81,9 +83,10 @@ def parse_groups(model: nn.Module, param_groups: list[dict[str, Any]]) -> list[G
             raise ValueError(
                 f"Classifier: param_groups: {group} needs `match`, a name of parameters with wildcards or a list of them"
             )
-        names = {name for pattern in patterns for name in matching(model, pattern, "param_groups")}
-        parsed.append((names, {key: value for key, value in group.items() if key != "match"}))
-    return [*parsed, ({name for name, _ in model.named_parameters()}, {})]
+        for pattern in patterns:
+            matching(model, pattern, "param_groups")
+        parsed.append((patterns, {key: value for key, value in group.items() if key != "match"}))
+    return [*parsed, (["*"], {})]
 
 
 def make_optimizer(
@@ -93,7 +96,9 @@ def make_optimizer(
     groups: dict[tuple[float, int], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            number = next(i for i, (names, _) in enumerate(choices) if name in names)
+            number = next(
+                i for i, (found, _) in enumerate(choices) if any(fnmatchcase(name, p) for p in found)
+            )
             groups.setdefault((_lr_scale(model, name, layer_decay), number), []).append((name, parameter))
     optimizer = factory([{"params": named} | choices[i][1] for (_, i), named in groups.items()])
     unknown = {key for _, options in choices for key in options} - optimizer.defaults.keys()

@@ -22,7 +22,6 @@ from rich.table import Table
 from ortho_vit.optim.audit import audit
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.training.checkpointing import run_folder
-from ortho_vit.training.lightning_internals import write_hyper_parameters
 
 COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
 
@@ -178,14 +177,18 @@ class HyperParameters(Callback):
 
     METRICS = ("val/accuracy", "val/loss", "train/loss", "orthogonality")  # the page shows their last values
 
-    def __init__(self, others: Mapping[str, Any] | None = None) -> None:
-        self.others = dict(others or {})
+    def __init__(self, others: Mapping[str, Any]) -> None:
+        self.others = dict(others)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        from torch.utils.tensorboard.summary import hparams  # on demand: it imports TensorBoard
+
         values = dict(flat(dict(pl_module.hparams) | self.others))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                write_hyper_parameters(logger, values, self.METRICS)
+                # `SummaryWriter.add_hparams` would write them, and zeros for the metrics, to a log in a subfolder
+                for summary in hparams(values, dict.fromkeys(self.METRICS, 0)):
+                    logger.experiment.file_writer.add_summary(summary)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
@@ -253,15 +256,11 @@ class EpochLines(ProgressBar):
         super().__init__()
         self._history, self._enabled, self._started = history, True, 0.0
 
-    def disable(self) -> None:
+    def disable(self) -> None:  # also in all processes but the first
         self._enabled = False
 
     def enable(self) -> None:
         self._enabled = True
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._enabled:
-            print(*args, **kwargs, flush=True)
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._started = time.monotonic()  # an epoch that is resumed does not start again
@@ -283,7 +282,8 @@ class EpochLines(ProgressBar):
         ):
             if name in row:
                 parts.append(f"{label} {row[name]:{form}}")
-        self.print("  ".join(parts) + f"  {time.monotonic() - self._started:.1f} s")
+        if self._enabled:
+            print("  ".join(parts) + f"  {time.monotonic() - self._started:.1f} s", flush=True)
 
 
 def learning_rate(trainer: L.Trainer) -> float:

@@ -81,7 +81,7 @@ def assert_same_bits(a, b, where=""):
 
 
 class BadImage(L.Callback):
-    """Spoils the second picture of some batches, given as pairs of epoch and batch."""
+    """Replaces the second image of some batches, given as pairs of epoch and batch."""
 
     def __init__(self, *where, value=float("nan")):
         self.where, self.value = where, value

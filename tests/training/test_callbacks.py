@@ -62,7 +62,7 @@ def test_other_callbacks_read_the_error_of_the_last_measurement(tmp_path):
     assert len(set(seen)) > 1  # not a mean, not the first
 
 
-def test_without_a_threshold_the_monitor_only_tells(tmp_path):
+def test_without_a_threshold_the_monitor_only_logs(tmp_path):
     model = make_classifier(partial(optim.RegularizedSGD, lr=0.5, momentum=0.9))
     trainer = make_trainer(tmp_path, max_epochs=1, threshold=None)
     trainer.fit(model, datamodule=digits())
@@ -81,7 +81,7 @@ def test_the_learning_rate_has_one_name_however_many_groups_there_are(tmp_path, 
     assert values == pytest.approx({1: 0.0505, 3: 0.001})  # the cosine's middle and end, in the fastest group
 
 
-def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
+def test_errors_of_each_layer_images_and_learning_rates_are_logged(tmp_path):
     logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
     callbacks = AttentionImages(every_n_epochs=1), LearningRates()
     trainer = make_trainer(tmp_path, *callbacks, max_epochs=1, logger=logger, log_every_n_steps=1)
@@ -236,7 +236,7 @@ def test_best_is_the_epoch_with_the_best_score(tmp_path):
         assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
-def test_best_is_as_it_was_measured_amid_an_epoch(tmp_path):
+def test_best_is_as_it_was_measured_mid_epoch(tmp_path):
     scores = iter([0.3, 0.9, 0.5, 0.4])
 
     class Score(L.Callback):
@@ -268,7 +268,7 @@ def test_without_validation_there_is_no_best(tmp_path):
 # ------------------------------------------------------------------------------------------------- what a run says
 
 
-def test_a_line_an_epoch_has_the_rate_of_the_head_and_no_old_score(tmp_path, capsys):
+def test_the_line_of_an_epoch_has_the_rate_of_the_head_and_no_old_score(tmp_path, capsys):
     model = make_classifier(partial(optim.StiefelSGD, lr=0.1), layer_decay=0.5)
     kwargs = {"check_val_every_n_epoch": 2, "limit_train_batches": 1, "max_epochs": 3}
     history = History()
