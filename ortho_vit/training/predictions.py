@@ -62,18 +62,16 @@ class PredictionWriter(Callback):
             return
         self._classes = class_names(getattr(trainer, "datamodule", None))
         self.target, self.count, self.preview = None, 0, []
-        if self.path != STANDARD_OUTPUT:
-            self._open(trainer.global_rank)
-        elif trainer.world_size > 1:
-            raise ValueError(
-                f"PredictionWriter: {trainer.world_size} processes cannot share the standard output; "
-                "give a file as --predictions.path"
-            )
-
-    def _open(self, rank: int) -> None:
+        if self.path == STANDARD_OUTPUT:
+            if trainer.world_size > 1:
+                raise ValueError(
+                    f"PredictionWriter: {trainer.world_size} processes cannot share the standard output; "
+                    "give a file as --predictions.path"
+                )
+            return
         target = Path(self.path)
-        if rank:
-            target = target.with_stem(f"{target.stem}-{rank}")
+        if trainer.global_rank:
+            target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
         if target.exists() and not (self.overwrite or self.keep_earlier):
             raise FileExistsError(
                 f"{target} is there already; nothing was overwritten, choose another --predictions.path "
