@@ -298,15 +298,12 @@ def progress_bar(history: History) -> ProgressBar:
 
 def describe(model: torch.nn.Module, name: str) -> str:
     """One line about a model: its size, and how much of it is constrained."""
-    total = sum(p.numel() for p in model.parameters())
-    constrained = [p.matrices() for _, p in stiefel_parameters(model)]
-    line = f"{name}: {total:,} parameters"
-    if constrained:
-        blocks: Counter[str] = Counter()
-        for X in constrained:
-            blocks["×".join(map(str, X.shape[1:]))] += len(X)
-        (shape, count), *others = blocks.items()
-        line += f", {sum(X.numel() for X in constrained):,} of them in {count} orthonormal blocks of {shape}"
+    line = f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters"
+    blocks = [X for _, p in stiefel_parameters(model) for X in p.matrices()]
+    if blocks:
+        counts = Counter(f"{rows}×{columns}" for rows, columns in (X.shape for X in blocks))
+        (shape, count), *others = counts.items()
+        line += f", {sum(X.numel() for X in blocks):,} of them in {count} orthonormal blocks of {shape}"
         line += "".join(f", {count} of {shape}" for shape, count in others)
     return line
 

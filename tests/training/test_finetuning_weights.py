@@ -11,6 +11,8 @@ from ortho_vit.optim import StiefelSGD
 from ortho_vit.training import Classifier
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -11,6 +11,8 @@ from ortho_vit.errors import DivergedError
 from ortho_vit.training.recorder import Recorder, write_json
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
+
 
 def read(folder, name="result.json"):
     return json.loads((folder / name).read_text())
