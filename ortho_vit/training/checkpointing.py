@@ -60,8 +60,10 @@ class Preloaded:
         self.content = read(str(path))
 
 
-def _identity(path: Path) -> tuple[int, ...]:
-    """Numbers that change when a file is replaced or modified."""
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Numbers that change when a file is replaced or modified; None where there is no file, which reading it reports."""
+    if not path.is_file():
+        return None
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
