@@ -44,8 +44,8 @@ PRIVATE = {
     "optim/momentum.py": {"_foreach"},
     "parameter.py": {"_make_subclass", "_parameters"},
     "training/lightning_internals.py": {
-        "_average_model", "_batches_that_stepped", "_data_fetcher", "_get_file_writer", "_opt_called", "_restart_stage",
-        "_should_accumulate", "_should_check_val_fx", "_signal_connector", "_update_count",
+        "_average_model", "_batches_that_stepped", "_data_fetcher", "_opt_called", "_restart_stage",
+        "_should_check_val_fx", "_signal_connector",
     },
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import lightning as L
 
 from ortho_vit.cli.run_folder import read_config
 from ortho_vit.errors import UsageError, did_you_mean
-from ortho_vit.training.classifier import class_at
+from ortho_vit.training.optimizer import class_at
 
 FILE = "changes.jsonl"
 Changes = dict[str, tuple[Any, Any]]  # by key, as it is typed: the values before and now

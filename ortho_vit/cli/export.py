@@ -36,8 +36,10 @@ from ortho_vit.models.weights import (
     project_rounded,
 )
 from ortho_vit.resources import checkpoints_folder
-from ortho_vit.training.classifier import Classifier, check_classes, class_at, stored_classes
+from ortho_vit.training.classifier import Classifier
+from ortho_vit.training.optimizer import class_at
 from ortho_vit.training.reporting import StartLines, named_for, summary
+from ortho_vit.training.same_data import check_classes, stored_classes
 
 IMAGES = 8  # on a card
 # options of a data module that are not part of the recipe

@@ -37,7 +37,7 @@ from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
-from ortho_vit.training.classifier import Classifier, check_classes, check_same_images, stored_images
+from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
@@ -54,6 +54,7 @@ from ortho_vit.training.reporting import (
     quiet_writer,
     summary,
 )
+from ortho_vit.training.same_data import check_classes, check_same_images
 from ortho_vit.training.stopping import Stopped, signals
 
 # Options of the model that may differ when a run is resumed:
@@ -284,7 +285,7 @@ class CommandLine(DeferredCLI):
         if config["logger"] and not config["fast_dev_run"]:
             callbacks += [LearningRates(), HyperParameters(self._values())]
         if config["enable_progress_bar"] is not False:
-            callbacks.append(progress_bar())
+            callbacks.append(progress_bar(self.history))
         return callbacks
 
     def _values(self) -> dict[str, Any]:
@@ -322,7 +323,7 @@ class CommandLine(DeferredCLI):
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
             if (preloaded := config.checkpoints.preloaded) and not self.model.new_images:
-                check_same_images(stored_images(preloaded.content), self.datamodule, config.ckpt_path)
+                check_same_images(preloaded.content, self.datamodule, config.ckpt_path)
             if config.test_after_fit:
                 self._require_test_set()
         checkpoints: Checkpoints = config.checkpoints

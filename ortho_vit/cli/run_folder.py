@@ -12,7 +12,7 @@ import yaml
 from ortho_vit.errors import CheckpointError, UsageError
 from ortho_vit.models import ModelSpec, find_checkpoint
 from ortho_vit.models.weights import PICKLED, read_checkpoint
-from ortho_vit.training.classifier import stored_classes
+from ortho_vit.training.same_data import stored_classes
 
 
 def read_run(path: str) -> dict[str, Any]:

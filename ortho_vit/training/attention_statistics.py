@@ -10,7 +10,6 @@ Where W^Q and W^K have orthonormal rows, all of these singular values are 1 and 
 """
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -79,39 +78,27 @@ class AttentionStatistics(Callback):
 def attention_statistics(model: nn.Module, images: Tensor) -> dict[str, Statistics]:
     """The statistics of every attention of the model, by its path; the model stays as it is."""
     found, training = find_attention(model), model.training
-    with recorded_queries_and_keys(found) as record, torch.compiler.set_stance("force_eager"):
+    queries_and_keys: dict[str, list[Tensor]] = {}  # (B, h, N, d_k) each, after a norm if there is one
+    with contextlib.ExitStack() as hooks, torch.compiler.set_stance("force_eager"):
+        for attention in found:
+            if isinstance(attention.module, timm.layers.Attention):
+                keep = partial(_keep, queries_and_keys.setdefault(attention.path, []))
+                for norm in (attention.module.q_norm, attention.module.k_norm):
+                    hooks.enter_context(norm.register_forward_hook(keep))
         model.eval()(images)
     model.train(training)
-    return {a.path: _of_logits(a, *record.get(a.path, ())) | _of_weights(a) for a in found}
-
-
-@contextlib.contextmanager
-def recorded_queries_and_keys(attentions: list[Attention]) -> Iterator[dict[str, list[Tensor]]]:
-    """Collects what timm's attentions multiply: their queries and keys (B, h, N, d_k), after a norm if there is one."""
-    record: dict[str, list[Tensor]] = {}
-    hooks = []
-    for attention in attentions:
-        if isinstance(attention.module, timm.layers.Attention):
-            keep = partial(_keep, record.setdefault(attention.path, []))
-            norms = attention.module.q_norm, attention.module.k_norm
-            hooks += [norm.register_forward_hook(keep) for norm in norms]
-    try:
-        yield record
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return {a.path: _of_logits(a.module, *queries_and_keys.get(a.path, ())) | _of_weights(a) for a in found}
 
 
 def _keep(record: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
     record.append(output.to(working_dtype(output.dtype)))
 
 
-def _of_logits(attention: Attention, *queries_and_keys: Tensor) -> Statistics:
+def _of_logits(module: Any, *queries_and_keys: Tensor) -> Statistics:
     if not queries_and_keys:
         return {}
     q, k = queries_and_keys
-    assert isinstance(attention.module, timm.layers.Attention)
-    logits = q * attention.module.scale @ k.mT  # B, h, N, N
+    logits = q * module.scale @ k.mT  # B, h, N, N
     p = logits.softmax(-1)
     entropy = -torch.special.xlogy(p, p).sum(-1)
     return {"logit_max": logits.amax((0, 2, 3)), "entropy": entropy.mean((0, 2))}

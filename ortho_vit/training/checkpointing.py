@@ -37,8 +37,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, preloaded: "Preloaded | None" = None) -> None:
         super().__init__()
-        self.loaded: Path | None = None  # the file that was read last, and its step
-        self.loaded_step = 0
         self._preloaded = preloaded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -48,37 +46,26 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        self.loaded = Path(path)
         preloaded, self._preloaded = self._preloaded, None
-        if preloaded is not None and preloaded.is_current(self.loaded) and str(map_location) == "cpu":
-            checkpoint = preloaded.content
-        else:
-            checkpoint = read_checkpoint(path, map_location)
-        self.loaded_step = checkpoint.get("global_step", 0)
-        return checkpoint
+        if preloaded is not None and preloaded.file == _identity(Path(path)):
+            return preloaded.content
+        return read_checkpoint(path, map_location)
 
 
 class Preloaded:
-    """A checkpoint that is read before the trainer asks for it, and the state of its file at that time.
+    """A checkpoint that is read, with `read`, before the trainer asks for it, and the identity of its file at that time."""
 
-    Args:
-        read: the function that reads it.
-    """
-
-    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]] = read_checkpoint) -> None:
-        self._state = self._look(path)
+    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]]) -> None:
+        self.file = _identity(path)
         self.content = read(str(path))
 
-    def is_current(self, path: Path) -> bool:
-        """Whether `path` is still the file that was read."""
-        return self._look(path) == self._state
 
-    @staticmethod
-    def _look(path: Path) -> tuple[int, ...] | None:
-        if not path.is_file():
-            return None
-        found = path.stat()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Numbers that change when a file is replaced or modified; None where there is no file, which reading it reports."""
+    if not path.is_file():
+        return None
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Checkpoints(Checkpoint):
@@ -103,7 +90,6 @@ class Checkpoints(Checkpoint):
         self.best_score: float | None = None
         self.folder: Path | None = None
         self.preloaded: Preloaded | None = None  # what the trainer is going to load, if it was read already
-        self._io = AtomicCheckpointIO()
         self._validated = False
         self._validating = False  # whether a resumed run has to run its validation again
         self._saved_step = -1
@@ -181,40 +167,45 @@ class Checkpoints(Checkpoint):
         return path if path and path.is_file() else None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        trainer.strategy.checkpoint_io = self._io = AtomicCheckpointIO(self.preloaded)
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.preloaded)
         self.preloaded = None
         if stage == "fit" and (run := run_folder(trainer)):
             self._claim_for_all(trainer, run)
             self.folder = run / "checkpoints"
 
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path:
+            refuse_to_lose_steps(Path(trainer.ckpt_path), checkpoint["global_step"])
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        last, resumed = self.last_path, self._io.loaded
-        if last and not (resumed and resumed.resolve().parent == last.resolve().parent):
+        last, resumed = self.last_path, trainer.ckpt_path
+        if last and not (resumed and Path(resumed).resolve().parent == last.resolve().parent):
+            other = "--trainer.default_root_dir"
+            if trainer.logger:
+                other = f"the save_dir, name or version of {type(trainer.logger).__name__}"
             raise FileExistsError(
                 f"{last} is there already; nothing was overwritten.  "
-                f"Continue it with --ckpt_path {last}, or choose another folder: {_other_folder(trainer)}"
+                f"Continue it with --ckpt_path {last}, or choose another folder: {other}"
             )
-        if resumed is not None:
-            refuse_to_lose_steps(resumed, self._io.loaded_step)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._validating:
             run_validation_again(trainer)
         self._validating = False
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
         if not (due or _is_stopping(trainer)) or is_accumulating(trainer):
             return
         if not (trainer.is_last_batch or validation_is_due(trainer)):  # a run resumed from here would skip it
-            self._save(trainer, improved=False)
+            self._save(trainer)
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if signals.interrupts_validation:
             self._validating = True
-            self._save(trainer, improved=False)
+            self._save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save a better model now if this is mid-epoch; at the end of an epoch, `on_train_epoch_end` does."""
@@ -223,20 +214,20 @@ class Checkpoints(Checkpoint):
         self._validated = trainer.is_last_batch
         if self._validated:
             return
-        if self._improves(trainer) and self.folder is not None:
-            self._require_finite(trainer)
-            trainer.save_checkpoint(self.folder / "best.ckpt")
+        if self._improves(trainer):
+            self._write(trainer, "best.ckpt")
         if _is_stopping(trainer) and not is_accumulating(trainer):
-            self._save(trainer, improved=False)
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.should_stop and not trainer.is_last_batch:
             return  # stopped mid-epoch, and saved there: to resume as if it were over would leave out the rest
         validated, self._validated = self._validated, False
-        missing = validated and self.monitor not in trainer.callback_metrics
-        self._save(trainer, improved=validated and not missing and self._improves(trainer))
-        if missing:
-            self._improves(trainer)  # raises, now that the epoch is saved
+        improved = False
+        try:
+            improved = validated and self._improves(trainer)
+        finally:  # the epoch is saved also where the monitor is missing
+            self._save(trainer, improved)
 
     def _improves(self, trainer: L.Trainer) -> bool:
         """Whether the last score is the best so far, or equal to it; it then becomes `best_score`."""
@@ -250,28 +241,27 @@ class Checkpoints(Checkpoint):
             self.best_score = score
         return improved
 
-    def _save(self, trainer: L.Trainer, improved: bool) -> None:
+    def _save(self, trainer: L.Trainer, improved: bool = False) -> None:
         """Write `best.ckpt` first: a run that is killed before `last.ckpt` is written resumes from the older one."""
-        if self.folder is None or (trainer.global_step == self._saved_step and not improved):
-            return
-        self._require_finite(trainer)
-        self._saved_step = trainer.global_step
-        target = self.folder / ("best.ckpt" if improved else "last.ckpt")
-        trainer.save_checkpoint(target)
-        if improved and trainer.is_global_zero:
-            _copy(target, self.folder / "last.ckpt")
+        if improved or trainer.global_step != self._saved_step:
+            self._saved_step = trainer.global_step
+            self._write(trainer, "best.ckpt" if improved else "last.ckpt")
+            if improved and self.folder and trainer.is_global_zero:
+                _copy(self.folder / "best.ckpt", self.folder / "last.ckpt")
 
-    @staticmethod
-    def _require_finite(trainer: L.Trainer) -> None:
-        """Raise DivergedError before a good checkpoint is replaced: weights may overflow where loss and gradient do not."""
+    def _write(self, trainer: L.Trainer, name: str) -> None:
+        """Write a checkpoint, or raise DivergedError: weights may overflow where loss and gradient do not."""
+        if self.folder is None:
+            return
         weights = trainer.lightning_module.state_dict()
-        floating = {name: value for name, value in weights.items() if value.is_floating_point()}
+        floating = {key: value for key, value in weights.items() if value.is_floating_point()}
         if not all_finite(list(floating.values())):
-            name = next(name for name, value in floating.items() if not value.isfinite().all())
+            bad = next(key for key, value in floating.items() if not value.isfinite().all())
             raise DivergedError(
-                f"{name} is not finite after step {trainer.global_step}, so no checkpoint was written and the last one "
+                f"{bad} is not finite after step {trainer.global_step}, so no checkpoint was written and the last one "
                 "is good; lower the learning rate"
             )
+        trainer.save_checkpoint(self.folder / name)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_score": self.best_score, "step": self._saved_step, "validating": self._validating}
@@ -323,13 +313,6 @@ def _not_written(path: Path, error: Exception) -> str:
 def _is_stopping(trainer: L.Trainer) -> bool:
     """Whether training ends after this step: a callback has asked for it, or a signal."""
     return trainer.should_stop or bool(signals.agreed)
-
-
-def _other_folder(trainer: L.Trainer) -> str:
-    """The option that decides where a run is written."""
-    if trainer.logger is None:
-        return "--trainer.default_root_dir"
-    return f"the save_dir, name or version of {type(trainer.logger).__name__}"
 
 
 def is_trial(trainer: L.Trainer) -> bool:

@@ -8,12 +8,10 @@ before every batch.  With data modules whose batches are such a function too, a 
 with the same bits as one that was not.
 """
 
-import importlib
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,46 +24,55 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from ortho_vit import optim
 from ortho_vit.models import ModelSpec
 from ortho_vit.models.orthogonalize import Constraint, Projections
-from ortho_vit.models.weights import check_finite, check_manifold, check_types, is_head
+from ortho_vit.models.weights import check_finite, check_manifold, check_types
 from ortho_vit.models.zoo import build, build_from
-from ortho_vit.optim.base import StiefelOptimizer
-from ortho_vit.parameter import StiefelParameter, project_, stiefel_parameters
+from ortho_vit.parameter import project_, stiefel_parameters
 from ortho_vit.stiefel import working_dtype
 from ortho_vit.training.compile import compile_model, write_out_attention
 from ortho_vit.training.finite_steps import BatchResult, FiniteSteps
 from ortho_vit.training.lightning_internals import (
-    batches_per_epoch,
     begins_with_validation,
     count_finished_epoch_once,
     expect_no_first_step,
 )
-from ortho_vit.training.metrics import Mean, restore, state_of
+from ortho_vit.training.metrics import Mean
+from ortho_vit.training.optimizer import (
+    OptimizerFactory,
+    as_factory,
+    as_plain,
+    keeps_manifold,
+    make_optimizer,
+    matching,
+    parse_groups,
+)
+from ortho_vit.training.same_data import (
+    check_classes,
+    check_same_images,
+    class_names,
+    images_of,
+    stored,
+    stored_classes,
+)
 from ortho_vit.training.schedule import (
     SCHEDULERS,
     Adapted,
     Interval,
     SchedulerFactory,
     scheduler_config,
-    warmup_cosine,
+    warmup_cosine_config,
 )
 from ortho_vit.training.stopping import StopOnSignal
 
 SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 NUMERICS = 2  # the version of the training arithmetic: runs continue to the same bits within one version
-OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
-Kind = type | tuple[type, ...]
-Prepared = tuple[
-    Optimizer, dict[str, Any] | None
-]  # an optimizer, and Lightning's configuration of its scheduler
+Prepared = tuple[Optimizer, dict[str, Any] | None]  # and Lightning's configuration of its scheduler
 
 
 class Classifier(L.LightningModule):
@@ -128,11 +135,11 @@ class Classifier(L.LightningModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self._require(
-            num_classes is not None,
-            "num_classes is missing; give it, as in num_classes=data.num_classes (train.py takes it from the data)",
-        )
-        assert num_classes is not None
+        if num_classes is None:
+            raise ValueError(
+                "Classifier: num_classes is missing; give it, as in num_classes=data.num_classes (train.py takes it from "
+                "the data)"
+            )
         self._require(num_classes >= 2, f"num_classes must be at least 2, got {num_classes}")
         self._require(
             not isinstance(optimizer, Optimizer),
@@ -150,18 +157,19 @@ class Classifier(L.LightningModule):
             scheduler is not None or scheduler_interval is None,
             f"scheduler_interval is {scheduler_interval!r}, but there is no scheduler; give one, or leave it out",
         )
-        spec = _spec(locals())
+        try:
+            spec = ModelSpec.from_options(locals())
+        except ValueError as error:
+            raise ValueError(f"Classifier: model_kwargs: {error}") from error
         recipes = {
-            "optimizer": _as_plain(optimizer, Optimizer),
-            "scheduler": scheduler and _as_plain(scheduler, SCHEDULERS),
+            "optimizer": as_plain(optimizer, Optimizer),
+            "scheduler": scheduler and as_plain(scheduler, SCHEDULERS),
         }
-        optimizer = _as_factory(optimizer, Optimizer, "an optimizer")
-        scheduler = scheduler and _as_factory(scheduler, SCHEDULERS, "a scheduler of torch or timm")
+        optimizer = as_factory(optimizer, Optimizer, "an optimizer")
+        scheduler = scheduler and as_factory(scheduler, SCHEDULERS, "a scheduler of torch or timm")
         self.save_hyperparameters()  # from the command line these are the parsed values already
         self.hparams.update({key: recipe for key, recipe in recipes.items() if recipe is not None})
-        self.hparams.update(
-            spec.options()
-        )  # model_kwargs may hold some of these options too: each in its own place
+        self.hparams.update(spec.options())  # of which model_kwargs may hold some: each in its own place
 
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.warmup_epochs, self.layer_decay = warmup_epochs, layer_decay
@@ -171,18 +179,18 @@ class Classifier(L.LightningModule):
         else:
             self.model, self.untrained_head = build_from(spec, weights, keeps_manifold)
         self._freeze(freeze or [])
-        if constraint is not None and not any(True for _ in stiefel_parameters(self.model)):
-            raise ValueError(
-                f"Classifier: constraint={constraint!r}, but no parameter of {name!r} is constrained"
-            )
-        self._optimizer, self._groups = optimizer, self._parse_groups(param_groups or [])
+        self._require(
+            constraint is None or any(True for _ in stiefel_parameters(self.model)),
+            f"constraint={constraint!r}, but no parameter of {name!r} is constrained",
+        )
+        self._optimizer, self._groups = optimizer, parse_groups(self.model, param_groups or [])
         self._scheduler, self._interval = scheduler, scheduler_interval
         self._prepared: Prepared | None = self._prepare()  # now, so that errors come before any data is read
 
         top = {"accuracy": 1} | ({"accuracy_top5": 5} if num_classes > 5 else {})
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
         metrics = MetricCollection({key: accuracy(top_k=k) for key, k in top.items()})
-        self.train_loss, self.train_accuracy = Mean(), accuracy()
+        self.train_loss, self.train_accuracy = Mean(), Mean()
         self.val_metrics, self.test_metrics = metrics.clone(prefix="val/"), metrics.clone(prefix="test/")
         self.steps = FiniteSteps(skip_nonfinite)
         self._compile = compile
@@ -199,9 +207,7 @@ class Classifier(L.LightningModule):
 
     def _freeze(self, patterns: list[str]) -> None:
         for pattern in patterns:
-            found = [p for name, p in self.model.named_parameters() if fnmatchcase(name, pattern)]
-            self._require(bool(found), f"freeze: no parameter is called {pattern!r}")
-            for parameter in found:
+            for parameter in matching(self.model, pattern, "freeze"):
                 parameter.requires_grad_(False)
         self._require(any(p.requires_grad for p in self.model.parameters()), "freeze leaves nothing to train")
 
@@ -299,8 +305,9 @@ class Classifier(L.LightningModule):
 
         step = partial(super().optimizer_step, epoch, batch_idx, optimizer, closure)
         for result in self.steps.run(self, step):
-            self.train_loss.update(result.loss, len(result.labels))
-            self.train_accuracy.update(result.logits, result.labels)
+            count = len(result.labels)
+            self.train_loss.update(result.loss.float() * count, count)
+            self.train_accuracy.update((result.logits.argmax(1) == result.labels).sum(), count)
         self._log_skipped()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -329,72 +336,17 @@ class Classifier(L.LightningModule):
 
     def make_optimizer(self) -> Optimizer:
         """Build the optimizer of the parameters that are trainable now, in groups by learning rate and options."""
-        groups: dict[tuple[float, int], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                number = next(
-                    i
-                    for i, (patterns, _) in enumerate(self._groups)
-                    if any(fnmatchcase(name, pattern) for pattern in patterns)
-                )
-                groups.setdefault((self._lr_scale(name), number), []).append((name, parameter))
-        options = [options for _, options in self._groups]
-        optimizer = self._optimizer(
-            [{"params": named} | options[number] for (_, number), named in groups.items()]
-        )
-        unknown = {key for choice in options for key in choice} - optimizer.defaults.keys()
-        self._require(
-            not unknown,
-            f"param_groups: {type(optimizer).__name__} has no option {', '.join(map(repr, sorted(unknown)))}; "
-            f"it has {', '.join(optimizer.defaults)}",
-        )
-        for group, (scale, _) in zip(optimizer.param_groups, groups, strict=True):
-            group["lr"] *= scale
-        constrained = any(isinstance(p, StiefelParameter) for named in groups.values() for _, p in named)
-        if constrained and not isinstance(optimizer, StiefelOptimizer):
-            raise ValueError(
-                f"Classifier: {type(optimizer).__name__} would ignore the constraint; "
-                "use an optimizer of ortho_vit.optim, or set model.constraint to null"
-            )
-        return optimizer
-
-    def _parse_groups(self, groups: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
-        """The patterns and options of each of `param_groups`; the last, without options, has all other parameters."""
-        parsed: list[tuple[list[str], dict[str, Any]]] = []
-        for group in groups:
-            match = group.get("match")
-            patterns = [match] if isinstance(match, str) else match
-            if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-                raise ValueError(
-                    f"Classifier: param_groups: {group} needs `match`, a name of parameters with wildcards or a list of them"
-                )
-            for pattern in patterns:
-                self._require(
-                    any(fnmatchcase(name, pattern) for name, _ in self.model.named_parameters()),
-                    f"param_groups: no parameter is called {pattern!r}",
-                )
-            parsed.append((patterns, {key: value for key, value in group.items() if key != "match"}))
-        return [*parsed, (["*"], {})]
-
-    def _lr_scale(self, name: str) -> float:
-        """layer_decay to the power of the number of layers above: none for the head, all blocks for the embeddings."""
-        if self.layer_decay == 1:
-            return 1.0
-        depth = len(getattr(self.model, "blocks", ()))
-        self._require(
-            depth > 0, f"layer_decay needs a model with `blocks`, and {type(self.model).__name__} has none"
-        )
-        first, _, rest = name.partition(".")
-        if first == "blocks":
-            above = depth - int(rest.split(".")[0])
-        else:
-            above = 0 if first in ("norm", "fc_norm", "attn_pool") or is_head(first) else depth + 1
-        return self.layer_decay**above
+        return make_optimizer(self.model, self._optimizer, self._groups, self.layer_decay)
 
     def _prepare(self) -> Prepared:
         """The optimizer and its scheduler; the default one is None, as it depends on the length of the run."""
         optimizer = self.make_optimizer()
-        return optimizer, None if self._scheduler is None else self._scheduler_config(optimizer)
+        if self._scheduler is None:
+            return optimizer, None
+        try:
+            return optimizer, scheduler_config(self._scheduler(optimizer), self._interval)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Classifier: scheduler: {error}") from error
 
     def _take_prepared(self) -> Prepared:
         """What was built with the model, for the first fit; rebuilt if other parameters are trainable now.
@@ -415,39 +367,18 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer, schedule = self._take_prepared()
         if schedule is None:
-            schedule = {"scheduler": LambdaLR(optimizer, self._warmup_cosine()), "interval": "step"}
-        else:
-            watched = getattr(schedule["scheduler"], "watches", None)
-            self._require(
-                watched is None or self.trainer.enable_validation,
-                f"the scheduler watches {watched}, and there is no validation; set trainer.limit_val_batches, or take "
-                "another scheduler",
-            )
+            schedule = warmup_cosine_config(optimizer, self.trainer, self.warmup_epochs)
+        watched = getattr(schedule["scheduler"], "watches", None)
+        self._require(
+            watched is None or self.trainer.enable_validation,
+            f"the scheduler watches {watched}, and there is no validation; set trainer.limit_val_batches, or take "
+            "another scheduler",
+        )
         expect_no_first_step(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": schedule | {"name": "lr"}}  # what its curve is called
 
-    def _warmup_cosine(self) -> Callable[[int], float]:
-        """The default schedule, over the length of this run."""
-        total = self.trainer.estimated_stepping_batches
-        self._require(
-            math.isfinite(total),
-            "the schedule needs to know its end: set trainer.max_epochs or trainer.max_steps",
-        )
-        an_epoch = math.ceil(batches_per_epoch(self.trainer) / self.trainer.accumulate_grad_batches)
-        warmup = min(round(self.warmup_epochs * an_epoch), int(total))
-        return lambda step: warmup_cosine(step, warmup=warmup, total=int(total))
-
-    def _scheduler_config(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._scheduler is not None
-        try:
-            return scheduler_config(self._scheduler(optimizer), self._interval)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Classifier: scheduler: {error}") from error
-
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        if (
-            getattr(scheduler, "watches", None) is None
-        ):  # one that watches a metric advances at the end of the epoch
+        if getattr(scheduler, "watches", None) is None:  # the others advance in `on_train_epoch_end`
             scheduler.step()
 
     def _watching(self) -> list[Adapted]:
@@ -473,17 +404,13 @@ class Classifier(L.LightningModule):
         self._images = images_of(getattr(self.trainer, "datamodule", None))
 
     def on_train_start(self) -> None:
-        self._restore_means()
+        for name, sums in self._means.items():  # not when they are loaded: `bf16-true` would round them
+            getattr(self, name).restore(sums, self.global_rank, self.trainer.world_size)
+        self._means = {}
         count_finished_epoch_once(self.trainer)
         if begins_with_validation(self.trainer):  # maybe that of an epoch without further batches
             self._log_means()
             self._log_skipped()
-
-    def _restore_means(self) -> None:
-        """Restore the means of a resumed epoch, after the model was converted: `bf16-true` would have rounded them."""
-        for name, states in self._means.items():
-            restore(getattr(self, name), states, self.global_rank, self.trainer.world_size)
-        self._means = {}
 
     def on_train_epoch_start(self) -> None:
         """Reset the means.  Lightning does not call this for a run that continues within an epoch."""
@@ -502,15 +429,18 @@ class Classifier(L.LightningModule):
             "images": self._images,
             "seed": self._seed,
             "steps": self.steps.state_dict(),
-            "means": {name: state_of(getattr(self, name)) for name in ("train_loss", "train_accuracy")},
+            "means": {"train_loss": self.train_loss.sums(), "train_accuracy": self.train_accuracy.sums()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trainer = self._attached_trainer()
-        data, path = getattr(trainer, "datamodule", None), getattr(trainer, "ckpt_path", None)
-        source = str(path or "the checkpoint")
+        try:
+            trainer = self.trainer
+        except RuntimeError:  # loaded from a checkpoint, to be used without a trainer
+            trainer = None
+        data = getattr(trainer, "datamodule", None)
+        source = str(getattr(trainer, "ckpt_path", None) or "the checkpoint")
         self.check_checkpoint(checkpoint, source, data)
-        saved = checkpoint.get("ortho_vit") or {}
+        saved = stored(checkpoint)
         self.classes = stored_classes(checkpoint) or self.classes
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -520,18 +450,12 @@ class Classifier(L.LightningModule):
                 "same bits as with that version"
             )
         if not self.new_images:
-            check_same_images(stored_images(checkpoint), data, source)
+            check_same_images(checkpoint, data, source)
         if saved:
             self._seed = None if self.new_seed else saved["seed"]
             self._means = saved.get("means", {})
             if "steps" in saved:
                 self.steps.load_state_dict(saved["steps"])
-
-    def _attached_trainer(self) -> L.Trainer | None:
-        try:
-            return self.trainer
-        except RuntimeError:  # loaded from a checkpoint, to be used without one
-            return None
 
     def check_checkpoint(self, checkpoint: dict[str, Any], source: str, data: Any = None) -> None:
         """Raise ValueError for damaged weights or optimizer states, another model, or other classes than those of `data`."""
@@ -550,90 +474,8 @@ class Classifier(L.LightningModule):
                 check_manifold(self, weights, source)
         for optimizer in checkpoint.get("optimizer_states", ()):
             for number, state in optimizer["state"].items():
-                tensors = {
-                    f"{key} of parameter {number}": x for key, x in state.items() if isinstance(x, Tensor)
-                }
-                check_finite(tensors, source)
-
-
-def _spec(options: dict[str, Any]) -> ModelSpec:
-    try:
-        return ModelSpec.from_options(options)
-    except ValueError as error:
-        raise ValueError(f"Classifier: model_kwargs: {error}") from error
-
-
-def class_names(data: Any) -> list[str] | None:
-    """The names of a data module's classes in the order of their labels, or None where it has none."""
-    names = getattr(data, "classes", None)
-    return None if names is None else [str(name) for name in names]
-
-
-def stored_classes(checkpoint: Mapping[str, Any]) -> list[str] | None:
-    """The names of the classes in a run checkpoint, or None where it has none: those of version 0.1 have none."""
-    saved = checkpoint.get("ortho_vit")
-    names = saved.get("classes") if isinstance(saved, Mapping) else None
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"the checkpoint is damaged: its class names are {names!r:.80}, not a list of names")
-    return names
-
-
-def check_classes(trained: Sequence[str] | None, data: Any, source: str) -> None:
-    """Raise ValueError where the data's classes have other names than those trained on, or another order."""
-    names = class_names(data)
-    if trained is None or names is None or list(trained) == names:
-        return
-    if len(trained) != len(names):
-        difference = f"it was trained on {len(trained)} classes, and {type(data).__name__} has {len(names)}"
-    else:
-        label = next(i for i, (a, b) in enumerate(zip(trained, names, strict=True)) if a != b)
-        difference = (
-            f"its class {label} is {trained[label]!r}, but that of {type(data).__name__} is {names[label]!r}"
-        )
-    raise ValueError(
-        f"{source} is of other classes: {difference}; give data whose classes have the same names in the same order"
-        f"{_renaming(trained, names, data)}, or train a new run that starts from these weights"
-    )
-
-
-def _renaming(trained: Sequence[str], names: Sequence[str], data: Any) -> str:
-    """The option that renames a class, where the data has it."""
-    ours, theirs = [x for x in names if x not in trained], [x for x in trained if x not in names]
-    if not (ours and theirs and hasattr(data, "class_names")):
-        return ""
-    folder = next((key for key, name in data.class_names.items() if name == ours[0]), ours[0])
-    return f", rename some with --data.class_names '{{{folder}: {theirs[0]}}}'"
-
-
-def images_of(data: Any) -> str | None:
-    """A hash of a data module's training and validation images, or None where it gives none."""
-    return data.digest() if hasattr(data, "digest") else None
-
-
-def stored_images(checkpoint: Mapping[str, Any]) -> str | None:
-    """The same of the images that a run checkpoint was trained on, or None: earlier versions had none."""
-    saved = checkpoint.get("ortho_vit")
-    return saved.get("images") if isinstance(saved, Mapping) else None
-
-
-def check_same_images(trained: str | None, data: Any, source: str) -> None:
-    """Raise ValueError where a run that is resumed would train or validate on other images than before."""
-    found = images_of(data)
-    if trained is not None and found is not None and found != trained:
-        raise ValueError(
-            f"{source} was trained on other images than {type(data).__name__} has now: some were added, removed or renamed, "
-            "so training images may become validation images.  Give it those it had, start a new run from its weights "
-            f"with --model.weights {source}, or ask for it with --allow_changes data.root"
-        )
-
-
-def keeps_manifold(run: Any) -> bool:
-    """Whether a run of these hyper-parameters claims that its constrained weights are orthonormal."""
-    recipe = run.get("optimizer") if isinstance(run, Mapping) and run.get("constraint") else None
-    if not isinstance(recipe, dict):
-        return False
-    optimizer = getattr(optim, str(recipe.get("class_path")).rpartition(".")[2], None)  # of this package only
-    return getattr(optimizer, "exact", False) and (recipe.get("init_args") or {}).get("inner_steps") is None
+                tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+                check_finite({f"{key} of parameter {number}": x for key, x in tensors.items()}, source)
 
 
 def _seed_everything(*parts: int) -> None:
@@ -641,36 +483,3 @@ def _seed_everything(*parts: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-# ------------------------------------------ optimizer and scheduler, from and to `class_path` and `init_args`
-
-
-def _as_factory(value: Any, kind: Kind, what: str) -> Any:
-    """A function that builds the optimizer or the scheduler, also from `class_path` and `init_args`."""
-    if not isinstance(value, dict):
-        return value
-    return partial(class_at(value["class_path"], kind, what), **value.get("init_args", {}))
-
-
-def class_at(path: Any, kind: Kind, what: str) -> type:
-    """The class at a dotted path.  A file may name anything, so a class of another kind is refused, not called."""
-    module, _, name = str(path).rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"there is no {path}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, kind)):
-        raise ValueError(f"{path} is not {what}")
-    return cls
-
-
-def _as_plain(value: Any, kind: Kind) -> dict[str, Any] | None:
-    """`class_path` and `init_args` of a class or `functools.partial`; None where only the parser knows them."""
-    if isinstance(value, dict):
-        return value
-    cls = value.func if isinstance(value, partial) else value
-    if not (isinstance(cls, type) and issubclass(cls, kind)):
-        return None
-    arguments = dict(value.keywords) if isinstance(value, partial) else {}
-    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}

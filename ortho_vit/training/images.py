@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
+from ortho_vit.training.same_data import class_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 CELL = 1.4  # inches, of an image or an attention map
 MOST_BLOCKS = 12  # for which there is a column
 WIDEST = 4  # Gram matrices in a row
+NO_TICKS: dict[str, Any] = {"xticks": [], "yticks": []}
 
 
 class AttentionImages(Callback):
@@ -47,33 +49,29 @@ class AttentionImages(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         if batch_idx == 0:
-            names = getattr(getattr(trainer, "datamodule", None), "classes", None)
+            names = class_names(getattr(trainer, "datamodule", None))
             labels = batch[1][: self.pictures].tolist()
             self._images = batch[0][: self.pictures]
-            self._labels = [str(names[label] if names else label) for label in labels]
+            self._labels = [names[label] if names else str(label) for label in labels]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        logger = trainer.logger
-        if (
-            not self.every_n_epochs
-            or trainer.current_epoch % self.every_n_epochs
-            or not isinstance(logger, TensorBoardLogger)
-        ):
+        logger, due = trainer.logger, self.every_n_epochs and trainer.current_epoch % self.every_n_epochs == 0
+        if not due or not isinstance(logger, TensorBoardLogger):
             return
         grams = {name: gram_matrix(parameter) for name, parameter in stiefel_parameters(pl_module)}
         if grams:
             logger.experiment.add_figure("attention/gram", draw_grams(grams), trainer.global_step)
-        if self._images is not None:
-            maps = attention_maps(pl_module.model, self._images)  # type: ignore[arg-type]
-            if maps is not None:
-                figure = draw_maps(self._images, maps, self._labels)
-                logger.experiment.add_figure("attention/maps", figure, trainer.global_step)
+        model: nn.Module = pl_module.model  # type: ignore[assignment]
+        if self._images is not None and (maps := attention_maps(model, self._images)) is not None:
+            figure = draw_maps(self._images, maps, self._labels)
+            logger.experiment.add_figure("attention/maps", figure, trainer.global_step)
 
 
 def gram_matrix(parameter: StiefelParameter) -> Tensor:
     """|W Wᵀ| of the constrained rows, (rows, rows), at most 1."""
-    W = parameter.detach().flatten(0, -3) if parameter.ndim > 2 else parameter.detach()[None]
-    W = W[0, : parameter.rows].float()
+    W = (
+        parameter.detach().view(-1, *parameter.shape[-2:])[0, : parameter.rows].float()
+    )  # the first, if there are several
     W = W.mT if W.shape[0] // parameter.blocks > W.shape[1] else W
     return (W @ W.mT).abs().clamp(max=1).cpu()
 
@@ -98,12 +96,11 @@ def draw_maps(images: Tensor, maps: Tensor, labels: Sequence[str]) -> "Figure":
     """One row per image: itself, then its maps, each from black for no attention to white for the most."""
     from matplotlib.figure import Figure
 
-    blocks = [
-        round(i) for i in torch.linspace(0, maps.shape[1] - 1, min(MOST_BLOCKS, maps.shape[1])).tolist()
-    ]
+    depth = maps.shape[1]
+    blocks = torch.linspace(0, depth - 1, min(MOST_BLOCKS, depth)).round().int().tolist()
     size = (CELL * (len(blocks) + 1), CELL * len(images) + 0.3)
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(images), len(blocks) + 1, squeeze=False)
+    axes = figure.subplots(len(images), len(blocks) + 1, squeeze=False, subplot_kw=NO_TICKS)
     for row, image, attention, label in zip(axes, images.float().cpu(), maps, labels, strict=True):
         pixels = image if len(image) in (1, 3) else image[:1]
         pixels = pixels - pixels.amin()
@@ -114,7 +111,6 @@ def draw_maps(images: Tensor, maps: Tensor, labels: Sequence[str]) -> "Figure":
             axis.imshow(attention[block].numpy(), cmap="gray", vmin=0)
     for axis, title in zip(axes[0], ["image", *(f"block {block + 1}" for block in blocks)], strict=True):
         axis.set_title(title, fontsize=9)
-    _without_ticks(figure)
     return figure
 
 
@@ -125,39 +121,30 @@ def draw_grams(grams: Mapping[str, Tensor]) -> "Figure":
     columns = min(WIDEST, len(grams))
     rows = math.ceil(len(grams) / columns)
     figure = Figure(figsize=(2.6 * columns + 0.6, 2.8 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
+    axes = figure.subplots(rows, columns, squeeze=False, subplot_kw=NO_TICKS)
     for axis in axes.flat[len(grams) :]:
         axis.set_axis_off()
     for axis, (name, gram) in zip(axes.flat, grams.items(), strict=False):
         shown = axis.imshow(gram.numpy(), cmap="gray", vmin=0, vmax=1)
         axis.set_title(name.removeprefix("model."), fontsize=8)
-    _without_ticks(figure)
     figure.colorbar(shown, ax=axes, label="|W Wᵀ|", shrink=0.6)
     return figure
-
-
-def _without_ticks(figure: "Figure") -> None:
-    for axis in figure.axes:
-        axis.set_xticks([])
-        axis.set_yticks([])
 
 
 @contextlib.contextmanager
 def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collects the attention probabilities of timm's blocks, which the fused kernel does not return."""
     record: list[Tensor] = []
-    fused, hooks = [], []
-    for module in model.modules():
-        if isinstance(getattr(module, "attn_drop", None), nn.Module) and hasattr(module, "fused_attn"):
-            fused.append((module, module.fused_attn))
-            module.fused_attn = False  # type: ignore[assignment]
-            drop: nn.Module = module.attn_drop  # type: ignore[assignment]
-            hooks.append(drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0])))
-    try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code would not call the hooks
-            yield record
-    finally:
-        for module, was in fused:
-            module.fused_attn = was
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as restored:
+        for module in model.modules():
+            drop = getattr(module, "attn_drop", None)
+            if isinstance(drop, nn.Module) and hasattr(module, "fused_attn"):
+                restored.callback(setattr, module, "fused_attn", module.fused_attn)
+                module.fused_attn = False  # type: ignore[assignment]
+                restored.enter_context(
+                    drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]))
+                )
+        restored.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # compiled code would not call the hooks
+        yield record

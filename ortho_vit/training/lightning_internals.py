@@ -1,4 +1,4 @@
-"""Every private or undocumented name of Lightning, torch and torchmetrics that training uses, one small function each.
+"""Every private or undocumented name of Lightning and torch that training uses, one small function each.
 
 A public hook is used wherever there is one; each function says why there is none for it.  The tests of this file run a
 small fit and fail where a new version of a library has changed what a function relies on.  Two kinds live elsewhere: the
@@ -6,18 +6,15 @@ names of LightningCLI in `ortho_vit.cli.lightning_cli`, and `fit_loop.batch_idx`
 not import this package.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import RestartStage
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torchmetrics import Metric
 
 # ---------------------------------------------------------------------------------------------------------- Lightning
 
@@ -33,7 +30,9 @@ def batches_per_epoch(trainer: L.Trainer) -> float:
 
 def is_accumulating(trainer: L.Trainer) -> bool:
     """Whether the last batch made no optimizer step, as its gradients are still being accumulated; no hook says so."""
-    return trainer.fit_loop.epoch_loop._should_accumulate()
+    return (
+        bool((trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
+    )
 
 
 def validation_is_due(trainer: L.Trainer) -> bool:
@@ -97,33 +96,13 @@ def _register(connector: Any, install: Callable[[], None]) -> None:
     install()
 
 
-def set_callback_metric(trainer: L.Trainer, name: str, value: Tensor) -> None:
-    """Add a number to `trainer.callback_metrics`, where other callbacks read it, without sending it to loggers again.
-
-    `log` would also average it over the batches of an epoch, and an error that is measured every few steps has no such mean.
-    """
-    trainer.callback_metrics[name] = value
-
-
 def averaged_model(callback: WeightAveraging) -> AveragedModel:
     """The average that a callback of Lightning's keeps during a fit; it offers no access to it."""
     assert callback._average_model is not None
     return callback._average_model
 
 
-# ---------------------------------------------------------------------------------------------- torch and torchmetrics
-
-
-def write_hyper_parameters(logger: TensorBoardLogger, values: dict[str, Any], metrics: Iterable[str]) -> None:
-    """Write values for TensorBoard's HPARAMS page, beside metrics that the run logs.
-
-    The public `SummaryWriter.add_hparams` writes them to a log of their own, in a subfolder.
-    """
-    from torch.utils.tensorboard.summary import hparams  # on demand: it imports TensorBoard
-
-    writer = logger.experiment._get_file_writer()
-    for summary in hparams(values, dict.fromkeys(metrics, 0)):
-        writer.add_summary(summary)
+# -------------------------------------------------------------------------------------------------------------- torch
 
 
 def expect_no_first_step(optimizer: Optimizer) -> None:
@@ -132,13 +111,3 @@ def expect_no_first_step(optimizer: Optimizer) -> None:
     To ignore the warning around each call would make Python forget which other warnings it has shown already.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def restore_metric(metric: Metric, state: dict[str, Tensor], updates: int) -> None:
-    """Restore a metric's state and its number of updates, without which `compute` warns that the metric was never updated.
-
-    The public `load_state_dict` restores no number of updates.
-    """
-    for name in metric.metric_state:
-        setattr(metric, name, state[name].to(metric.device, copy=True))
-    metric._update_count = updates

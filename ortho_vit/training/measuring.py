@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from ortho_vit.errors import DivergedError
 from ortho_vit.parameter import project_, stiefel_parameters
 from ortho_vit.stiefel import nan_first, orthogonality_error
-from ortho_vit.training.lightning_internals import averaged_model, set_callback_metric
+from ortho_vit.training.lightning_internals import averaged_model
 
 
 class OrthogonalityMonitor(Callback):
@@ -35,9 +35,7 @@ class OrthogonalityMonitor(Callback):
             raise ValueError(f"OrthogonalityMonitor: threshold must be positive or null, got {threshold}")
         self.every_n_steps, self.threshold = every_n_steps, threshold
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step % self.every_n_steps == 0:
             self._measure(trainer, pl_module)
 
@@ -53,7 +51,8 @@ class OrthogonalityMonitor(Callback):
         values["orthogonality"] = max(errors.values(), key=nan_first)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
-        set_callback_metric(trainer, "orthogonality", torch.tensor(values["orthogonality"]))
+        # for other callbacks; the loggers have it
+        pl_module.log("orthogonality", values["orthogonality"], logger=False, reduce_fx="max", sync_dist=True)
         if self.threshold is None:
             return
         excess = {name: errors[name] - rounding_error(p.dtype) for name, p in parameters.items()}
@@ -107,9 +106,7 @@ class WeightAveraging(LightningWeightAveraging):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         average, self._updated = averaged_model(self), False
         if trainer.global_step <= self.start_step:
-            average.n_averaged.zero_()  # an average of no weights: an update copies the current ones
-            average.update_parameters(pl_module)
-            average.n_averaged.zero_()
+            _copy(_tensors(pl_module), average.module)
             return
         super().on_train_batch_end(trainer, pl_module, *args)
         if self._updated:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ortho_vit.training.lightning_internals import restore_metric
 from ortho_vit.training.ranks import gathered
 
-State = dict[str, Tensor]
+Sums = dict[str, Tensor]
 
 
 class Mean(Metric):
-    """The mean of losses, summed in float32 at any precision of the run; torchmetrics' own takes the model's precision."""
+    """A mean, summed in float32 at any precision of the run; torchmetrics' own takes the model's precision."""
 
     total: Tensor
     weight: Tensor
@@ -26,24 +25,30 @@ class Mean(Metric):
         for name in ("total", "weight"):
             self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
 
-    def update(self, value: Tensor, weight: int) -> None:
-        self.total = self.total + value.float() * weight
+    def update(self, total: Tensor, weight: Tensor | int) -> None:
+        """Add `weight` values whose sum is `total`."""
+        self.total = self.total.float() + total
         self.weight = self.weight.float() + weight
 
     def compute(self) -> Tensor:
         return self.total / self.weight
 
+    def sums(self) -> list[Sums]:
+        """The sums of every rank.  Every process must call this."""
+        return gathered({"total": self.total.cpu().clone(), "weight": self.weight.cpu().clone()})
 
-def state_of(metric: Metric) -> list[State]:
-    """The state of a metric whose parts are sums, one per rank.  Every process must call this."""
-    parts = {name: value.cpu().clone() for name, value in metric.metric_state.items()}  # type: ignore[union-attr]
-    return gathered(parts | {"count": torch.tensor(metric.update_count)})
+    def restore(self, sums: list[Sums], rank: int, world_size: int) -> None:
+        """Continue from what `sums` returned."""
+        self.reset()
+        if len(sums) == world_size:
+            sums = [sums[rank]]
+        elif rank > 0:
+            sums = [{"total": torch.tensor(0.0), "weight": torch.tensor(0.0)}]
+        for each in sums:
+            self.update(*_total_and_weight(each))
 
 
-def restore(metric: Metric, states: list[State], rank: int, world_size: int) -> None:
-    """Restore a metric from what `state_of` returned."""
-    if len(states) != world_size:
-        total = {name: torch.stack([state[name] for state in states]).sum(0) for name in states[0]}
-        empty = {name: torch.zeros_like(value) for name, value in total.items()}
-        states = [total, *[empty] * (world_size - 1)]
-    restore_metric(metric, states[rank], int(states[rank]["count"]))
+def _total_and_weight(sums: Sums) -> tuple[Tensor, Tensor]:
+    if "tp" in sums:  # of an earlier version: the numbers of images classified correctly and incorrectly
+        return sums["tp"].sum(), (sums["tp"] + sums["fn"]).sum()
+    return sums["total"], sums["weight"]

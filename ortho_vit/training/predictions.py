@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from ortho_vit.files import complete, partial_file
+from ortho_vit.training.same_data import class_names
 
 DEFAULT = "predictions.csv"
 STANDARD_OUTPUT = "-"
@@ -54,25 +55,23 @@ class PredictionWriter(Callback):
         self.target: Path | None = None  # None for the standard output
         self.count = 0
         self.preview: list[list[str]] = []  # file, class and probability of the first images
-        self._classes: Sequence[str] | None = None
+        self._classes: list[str] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "predict":
             return
-        self._classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
+        self._classes = class_names(getattr(trainer, "datamodule", None))
         self.target, self.count, self.preview = None, 0, []
-        if self.path != STANDARD_OUTPUT:
-            self._open(trainer.global_rank)
-        elif trainer.world_size > 1:
-            raise ValueError(
-                f"PredictionWriter: {trainer.world_size} processes cannot share the standard output; "
-                "give a file as --predictions.path"
-            )
-
-    def _open(self, rank: int) -> None:
+        if self.path == STANDARD_OUTPUT:
+            if trainer.world_size > 1:
+                raise ValueError(
+                    f"PredictionWriter: {trainer.world_size} processes cannot share the standard output; "
+                    "give a file as --predictions.path"
+                )
+            return
         target = Path(self.path)
-        if rank:
-            target = target.with_stem(f"{target.stem}-{rank}")
+        if trainer.global_rank:
+            target = target.with_stem(f"{target.stem}-{trainer.global_rank}")
         if target.exists() and not (self.overwrite or self.keep_earlier):
             raise FileExistsError(
                 f"{target} is there already; nothing was overwritten, choose another --predictions.path "
@@ -129,7 +128,7 @@ class PredictionWriter(Callback):
         return self._json_lines(rows) if self.path.endswith(".jsonl") else self._csv(rows)
 
     def _name(self, label: int) -> str:
-        return str(self._classes[label]) if self._classes else str(label)
+        return self._classes[label] if self._classes else str(label)
 
     def _top(self, row: list[float]) -> list[tuple[str, float]]:
         """The most probable classes and their probabilities."""
@@ -193,36 +192,32 @@ class PerClass(Callback):
         self.folder = folder
         self.matrix: Tensor | None = None  # (true class, predicted class)
         self.classes: list[str] = []
+        self._counts: MulticlassConfusionMatrix | None = None
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.folder is None:
             return
         n: int = pl_module.num_classes  # type: ignore[assignment]
-        names = getattr(getattr(trainer, "datamodule", None), "classes", None) or range(n)
-        self.classes = [str(name) for name in names]
-        self.matrix = torch.zeros(n, n, dtype=torch.long, device=pl_module.device)
+        self.classes = class_names(getattr(trainer, "datamodule", None)) or [str(label) for label in range(n)]
+        self._counts = MulticlassConfusionMatrix(n, validate_args=False).to(pl_module.device)
 
     def on_test_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        if self.matrix is not None:
-            n, labels = len(self.matrix), batch[1]
-            self.matrix += torch.bincount(labels * n + outputs.argmax(-1), minlength=n * n).view(n, n)
+        if self._counts is not None:
+            self._counts.update(outputs, batch[1])
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.matrix is None or self.folder is None:
+        if self._counts is None or self.folder is None:
             return
-        self.matrix = trainer.strategy.reduce(self.matrix, reduce_op="sum").cpu()
+        self.matrix = self._counts.compute().cpu()
         if trainer.is_global_zero:
             folder = Path(self.folder)
             folder.mkdir(parents=True, exist_ok=True)
-            _write_csv(folder / "confusion.csv", [["true class", *self.classes], *self._counts()])
+            counts = [[name, *row] for name, row in zip(self.classes, self.matrix.tolist(), strict=True)]
+            _write_csv(folder / "confusion.csv", [["true class", *self.classes], *counts])
             _write_csv(folder / "classes.csv", [["class", "images", "accuracy"], *self.rows()])
             draw_confusion(self.matrix, self.classes, folder / "confusion.png")
-
-    def _counts(self) -> list[list[Any]]:
-        assert self.matrix is not None
-        return [[name, *row] for name, row in zip(self.classes, self.matrix.tolist(), strict=True)]
 
     def rows(self) -> list[list[str]]:
         """The name of each class, its number of images, and the share of these that was classified correctly."""
@@ -241,13 +236,11 @@ def _write_csv(path: Path, rows: list[list[Any]]) -> None:
 
 def draw_confusion(matrix: Tensor, classes: Sequence[str], path: Path) -> None:
     """The confusion matrix as an image: each row's share by class, and the counts where they fit."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # on demand: it takes half a second to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # on demand: it takes half a second to import
 
     n = len(matrix)
     size = min(max(5.0, 0.45 * n), 14.0)
     figure = Figure(figsize=(size + 1, size), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     share = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
     image = axes.imshow(share.numpy(), vmin=0, vmax=1, cmap="Blues")

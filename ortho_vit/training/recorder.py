@@ -49,14 +49,12 @@ class Recorder(Callback):
         self.seconds = self.evaluation_seconds = 0.0
         self.folder: Path | None = None
         self._mark = self._written = 0.0
-        self._steps = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.folder = run_folder(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._steps = int(trainer.estimated_stepping_batches)
         self._mark = time.monotonic()
         self._write_progress(trainer)
 
@@ -69,14 +67,15 @@ class Recorder(Callback):
         self._count_time()
         if self.curve and self.curve[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
             return
-        metrics = trainer.callback_metrics
+        metrics, epoch = trainer.callback_metrics, trainer.current_epoch + 1
+        tested = epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
         point: dict[str, Any] = {
-            "epoch": trainer.current_epoch + 1,
+            "epoch": epoch,
             "step": trainer.global_step,
             "train_loss": finite_or_none(metrics.get("train/loss")),
             "train_accuracy": finite_or_none(metrics.get("train/accuracy")),
             "val_accuracy": finite_or_none(metrics.get("val/accuracy")),
-            **self._test(trainer, pl_module),
+            **(evaluate(trainer, pl_module) if tested else {"test_loss": None, "test_accuracy": None}),
             "orthogonality": _orthogonality(pl_module),
             "lr": learning_rate(trainer),
             "seconds": round(self.seconds, 2),
@@ -88,12 +87,6 @@ class Recorder(Callback):
         self.evaluation_seconds += time.monotonic() - self._mark
         self._mark = time.monotonic()
         self._write_progress(trainer)
-
-    def _test(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
-        epoch = trainer.current_epoch + 1
-        if epoch % self.every_n_epochs and epoch != trainer.max_epochs:
-            return {"test_loss": None, "test_accuracy": None}
-        return evaluate(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
@@ -126,9 +119,13 @@ class Recorder(Callback):
     def _write_progress(self, trainer: L.Trainer) -> None:
         self._written = time.monotonic()
         if self.folder is not None and trainer.is_global_zero:
-            progress: dict[str, Any] = {"epoch": trainer.current_epoch, "epochs": trainer.max_epochs}
-            seconds = round(self.seconds + self.evaluation_seconds, 1)
-            progress |= {"step": trainer.global_step, "steps": self._steps, "seconds": seconds}
+            progress = {
+                "epoch": trainer.current_epoch,
+                "epochs": trainer.max_epochs,
+                "step": trainer.global_step,
+                "steps": int(trainer.estimated_stepping_batches),
+                "seconds": round(self.seconds + self.evaluation_seconds, 1),
+            }
             write_json(self.folder / "progress.json", progress)
 
     def _write_result(self, pl_module: L.LightningModule, result: dict[str, Any]) -> None:
@@ -168,12 +165,10 @@ def _orthogonality(pl_module: L.LightningModule) -> float | None:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    threads = str(torch.get_num_threads())
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": L.__version__,
-        "device": name,
-        "threads": threads,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": str(torch.get_num_threads()),
     }

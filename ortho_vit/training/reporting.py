@@ -22,7 +22,6 @@ from rich.table import Table
 from ortho_vit.optim.audit import audit
 from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.training.checkpointing import run_folder
-from ortho_vit.training.lightning_internals import write_hyper_parameters
 
 COLUMNS = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "orthogonality", "lr")
 
@@ -32,12 +31,8 @@ class History(Callback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
-        self.folder: Path | None = None
+        self.curves: Path | None = None  # the image, once it is drawn
         self._validated = False
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self.folder = run_folder(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.rows and self.rows[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
@@ -54,19 +49,16 @@ class History(Callback):
         self._validated = not trainer.sanity_checking
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.folder is None or not self.rows or not trainer.is_global_zero:
+        folder = run_folder(trainer)
+        if folder is None or not self.rows or not trainer.is_global_zero:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "history.csv", "w", newline="") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "history.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, ["epoch", "step", *COLUMNS])
             writer.writeheader()
             writer.writerows(self.rows)
-        draw_curves(self.rows, self.folder / "curves.png")
-
-    @property
-    def curves(self) -> Path | None:
-        path = self.folder / "curves.png" if self.folder else None
-        return path if path and path.is_file() else None
+        self.curves = folder / "curves.png"
+        draw_curves(self.rows, self.curves)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows}
@@ -77,12 +69,10 @@ class History(Callback):
 
 def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     """Loss, accuracy, orthogonality error and learning rate against the epoch."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # on demand: it takes half a second to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # on demand: it takes half a second to import
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = {
         "loss": ("train/loss", "val/loss"),
         "accuracy": ("train/accuracy", "val/accuracy"),
@@ -92,25 +82,22 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         # two colours that colour-blind readers can distinguish
         for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
-            points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
-            if points:
-                marker = "o" if len(points) == 1 else None
-                axes.plot(
-                    *zip(*points, strict=True),
-                    label=name.split("/")[0] if "/" in name else None,
-                    marker=marker,
-                    color=colour,
-                )
+            epochs = [row["epoch"] + 1 for row in rows if name in row]
+            values = [row[name] for row in rows if name in row]
+            if values:
+                marker = "o" if len(values) == 1 else None
+                axes.plot(epochs, values, label=name.split("/")[0], marker=marker, color=colour)
         axes.set(title=title, xlabel="epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if title == "orthogonality error" and (
-            errors := [x for row in rows if (x := row.get("orthogonality", 0)) > 0]
-        ):
-            whole = 10 ** math.floor(math.log10(min(errors))), 10 ** math.ceil(math.log10(max(errors)))
-            axes.set(yscale="log", ylim=whole if whole[0] < whole[1] else None)  # whole decades
         if len(names) > 1 and axes.lines:
             axes.legend()
         axes.grid(alpha=0.3)
+        errors = [row["orthogonality"] for row in rows if row.get("orthogonality", 0) > 0]
+        if title == "orthogonality error" and errors:
+            low, high = math.floor(math.log10(min(errors))), math.ceil(math.log10(max(errors)))
+            axes.set_yscale("log")
+            if low < high:
+                axes.set_ylim(10**low, 10**high)  # whole decades, so that they are labelled
     figure.savefig(path, dpi=110)
 
 
@@ -190,14 +177,18 @@ class HyperParameters(Callback):
 
     METRICS = ("val/accuracy", "val/loss", "train/loss", "orthogonality")  # the page shows their last values
 
-    def __init__(self, others: Mapping[str, Any] | None = None) -> None:
-        self.others = dict(others or {})
+    def __init__(self, others: Mapping[str, Any]) -> None:
+        self.others = dict(others)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        from torch.utils.tensorboard.summary import hparams  # on demand: it imports TensorBoard
+
         values = dict(flat(dict(pl_module.hparams) | self.others))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                write_hyper_parameters(logger, values, self.METRICS)
+                # `SummaryWriter.add_hparams` would write them, and zeros for the metrics, to a log in a subfolder
+                for summary in hparams(values, dict.fromkeys(self.METRICS, 0)):
+                    logger.experiment.file_writer.add_summary(summary)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
@@ -255,21 +246,21 @@ class Bar(RichProgressBar):
 
 
 class EpochLines(ProgressBar):
-    """One plain line per epoch, for logs and pipes; a terminal gets Lightning's progress bar instead."""
+    """One plain line per epoch, for logs and pipes; a terminal gets Lightning's progress bar instead.
 
-    def __init__(self) -> None:
+    Args:
+        history: the callback that has collected the numbers of the epoch.
+    """
+
+    def __init__(self, history: History) -> None:
         super().__init__()
-        self._enabled, self._started, self._validated = True, 0.0, False
+        self._history, self._enabled, self._started = history, True, 0.0
 
-    def disable(self) -> None:
+    def disable(self) -> None:  # also in all processes but the first
         self._enabled = False
 
     def enable(self) -> None:
         self._enabled = True
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._enabled:
-            print(*args, **kwargs, flush=True)
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._started = time.monotonic()  # an epoch that is resumed does not start again
@@ -278,7 +269,7 @@ class EpochLines(ProgressBar):
         self._started = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        metrics = trainer.callback_metrics
+        row = self._history.rows[-1]
         epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         parts = [f"epoch {trainer.current_epoch + 1}{epochs}"]
         for label, name, form in (
@@ -287,15 +278,12 @@ class EpochLines(ProgressBar):
             ("val loss", "val/loss", ".4f"),
             ("val accuracy", "val/accuracy", ".2%"),
             ("orthogonality", "orthogonality", ".1e"),
+            ("lr", "lr", ".3g"),
         ):
-            if name in metrics and (self._validated or not name.startswith("val/")):
-                parts.append(f"{label} {float(metrics[name]):{form}}")
-        parts.append(f"lr {learning_rate(trainer):.3g}")
-        self._validated = False
-        self.print("  ".join(parts) + f"  {time.monotonic() - self._started:.1f} s")
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validated = not trainer.sanity_checking
+            if name in row:
+                parts.append(f"{label} {row[name]:{form}}")
+        if self._enabled:
+            print("  ".join(parts) + f"  {time.monotonic() - self._started:.1f} s", flush=True)
 
 
 def learning_rate(trainer: L.Trainer) -> float:
@@ -303,22 +291,19 @@ def learning_rate(trainer: L.Trainer) -> float:
     return max(float(group["lr"]) for group in trainer.optimizers[0].param_groups)
 
 
-def progress_bar() -> ProgressBar:
+def progress_bar(history: History) -> ProgressBar:
     """Lightning's bar on a terminal, lines elsewhere."""
-    return Bar() if sys.stdout.isatty() else EpochLines()
+    return Bar() if sys.stdout.isatty() else EpochLines(history)
 
 
 def describe(model: torch.nn.Module, name: str) -> str:
     """One line about a model: its size, and how much of it is constrained."""
-    total = sum(p.numel() for p in model.parameters())
-    constrained = [p.matrices() for _, p in stiefel_parameters(model)]
-    line = f"{name}: {total:,} parameters"
-    if constrained:
-        blocks: Counter[str] = Counter()
-        for X in constrained:
-            blocks["×".join(map(str, X.shape[1:]))] += len(X)
-        (shape, count), *others = blocks.items()
-        line += f", {sum(X.numel() for X in constrained):,} of them in {count} orthonormal blocks of {shape}"
+    line = f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters"
+    blocks = [X for _, p in stiefel_parameters(model) for X in p.matrices()]
+    if blocks:
+        counts = Counter(f"{rows}×{columns}" for rows, columns in (X.shape for X in blocks))
+        (shape, count), *others = counts.items()
+        line += f", {sum(X.numel() for X in blocks):,} of them in {count} orthonormal blocks of {shape}"
         line += "".join(f", {count} of {shape}" for shape, count in others)
     return line
 

@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import lightning as L
 from timm.scheduler.scheduler import Scheduler as TimmScheduler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from ortho_vit.training.lightning_internals import batches_per_epoch
 
 # parsed from `class_path` and `init_args` in YAML
 SchedulerFactory = Callable[[Optimizer], LRScheduler | TimmScheduler]
@@ -16,15 +19,28 @@ Interval = Literal["epoch", "step"]
 FLOOR = 0.01  # where the cosine ends, as a share of the peak
 
 
-def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = FLOOR) -> float:
+def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
     """The learning rate of step number `step` (from 0) of `total`, as a share of its peak.
 
-    The first step has 1/warmup of the peak, the last step of the warm-up the peak, the last step of the run `floor`.
+    The first step has 1/warmup of the peak, the last step of the warm-up the peak, the last step of the run FLOOR.
     """
     if step < warmup:
         return (step + 1) / warmup
     progress = min((step + 1 - warmup) / (total - warmup), 1.0) if total > warmup else 1.0
-    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+    return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def warmup_cosine_config(optimizer: Optimizer, trainer: L.Trainer, warmup_epochs: float) -> dict[str, Any]:
+    """How Lightning is to run warm-up and cosine, over the length of this run."""
+    total = trainer.estimated_stepping_batches
+    if not math.isfinite(total):
+        raise ValueError(
+            "Classifier: the schedule needs to know its end: set trainer.max_epochs or trainer.max_steps"
+        )
+    steps_per_epoch = math.ceil(batches_per_epoch(trainer) / trainer.accumulate_grad_batches)
+    warmup = min(round(warmup_epochs * steps_per_epoch), int(total))
+    schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup=warmup, total=int(total)))
+    return {"scheduler": schedule, "interval": "step"}
 
 
 class Adapted:

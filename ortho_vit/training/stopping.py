@@ -39,7 +39,7 @@ class Stopped(SystemExit):
     `step` of `steps` is where training stopped, in all processes; None where it was not under way.
     """
 
-    def __init__(self, signum: int, step: int | None = None, steps: int | None = None) -> None:
+    def __init__(self, signum: int, step: int | None = None, steps: float | None = None) -> None:
         super().__init__(128 + signum)
         self.signum, self.step, self.steps = signum, step, steps
 
@@ -64,8 +64,8 @@ class Signals:
         try:
             yield
         finally:
-            for number, handler in before.items():
-                if threading.current_thread() is threading.main_thread():
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in before.items():
                     signal.signal(number, handler)
 
     def install(self) -> None:
@@ -107,14 +107,12 @@ class StopOnSignal(Callback):
     """Ends training where the processes of the run have agreed to stop."""
 
     def __init__(self) -> None:
-        self._steps = 0
         self._can_interrupt = False  # this validation
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         after_signal_handlers(trainer, signals.install)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._steps = int(trainer.estimated_stepping_batches)
         signals.wait_for_step(True)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -154,7 +152,7 @@ class StopOnSignal(Callback):
             signals.wait_for_step(False)
 
     def _stop(self, trainer: L.Trainer) -> None:
-        raise Stopped(signals.agreed, trainer.global_step, self._steps)
+        raise Stopped(signals.agreed, trainer.global_step, trainer.estimated_stepping_batches)
 
 
 def _same_number_of_batches(trainer: L.Trainer) -> bool:

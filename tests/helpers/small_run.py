@@ -38,9 +38,10 @@ def make_trainer(
         "num_sanity_val_steps": 0,
     }
     monitor, checkpoints = OrthogonalityMonitor(threshold=threshold), Checkpoints(every_n_steps=every_n_steps)
+    history = [] if any(isinstance(callback, History) for callback in callbacks) else [History()]
     return L.Trainer(
         default_root_dir=folder,
-        callbacks=[monitor, History(), *callbacks, checkpoints],
+        callbacks=[monitor, *history, *callbacks, checkpoints],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
         **arguments | kwargs,
@@ -80,7 +81,7 @@ def assert_same_bits(a, b, where=""):
 
 
 class BadImage(L.Callback):
-    """Spoils the second picture of some batches, given as pairs of epoch and batch."""
+    """Replaces the second image of some batches, given as pairs of epoch and batch."""
 
     def __init__(self, *where, value=float("nan")):
         self.where, self.value = where, value

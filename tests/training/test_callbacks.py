@@ -13,48 +13,56 @@ from ortho_vit.stiefel import polar
 from ortho_vit.training import AttentionImages, Checkpoints, OrthogonalityMonitor, WeightAveraging
 from ortho_vit.training.checkpointing import AtomicCheckpointIO
 from ortho_vit.training.images import attention_maps, draw_grams, draw_maps, gram_matrix
-from ortho_vit.training.reporting import EpochLines, LearningRates, describe
+from ortho_vit.training.reporting import EpochLines, History, LearningRates, describe
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 # ------------------------------------------------------------------------------------------- orthogonality
 
 
 class LeaveManifold(L.Callback):
-    """Spoils one weight at a given step."""
+    """Multiplies one weight by a factor after the third step."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, factor):
+        self.factor = factor
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
+        if trainer.global_step == 3:
             with torch.no_grad():
-                next(p for _, p in stiefel_parameters(pl_module)).mul_(1.01)
+                next(p for _, p in stiefel_parameters(pl_module)).mul_(self.factor)
 
 
-def test_the_monitor_stops_a_run_that_has_left_the_manifold(tmp_path):
+@pytest.mark.parametrize(("factor", "error"), [(1.01, r"0\.02"), (float("nan"), "nan")])
+def test_the_monitor_stops_a_run_that_has_left_the_manifold(tmp_path, factor, error):
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.callbacks = [
-        LeaveManifold(3),
+        LeaveManifold(factor),
         OrthogonalityMonitor(every_n_steps=1, threshold=1e-4),
         *trainer.callbacks,
     ]
-    message = r"model\.blocks\.0\.attn\.qkv\.weight has left the manifold at step 3: its orthogonality error is 0\.02"
+    message = rf"model\.blocks\.0\.attn\.qkv\.weight has left the manifold at step 3: its orthogonality error is {error}"
     with pytest.raises(RuntimeError, match=message):
         trainer.fit(make_classifier(), datamodule=digits())
 
 
-def test_the_monitor_stops_a_run_with_weights_that_are_not_numbers():
-    monitor, model = OrthogonalityMonitor(), make_classifier()
-    with torch.no_grad():
-        next(p for _, p in stiefel_parameters(model)).fill_(float("nan"))
-    trainer = L.Trainer(
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
-    with pytest.raises(RuntimeError, match="has left the manifold"):
-        monitor._measure(trainer, model)
+def test_other_callbacks_read_the_error_of_the_last_measurement(tmp_path):
+    seen = []
+
+    class Read(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen.append(trainer.callback_metrics["orthogonality"].item())
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            error = trainer.callback_metrics["orthogonality"].item()
+            assert error == pytest.approx(orthogonality_error(pl_module))
+            assert error == seen[-1]  # every step is measured, also the last
+
+    trainer = make_trainer(tmp_path, Read())
+    trainer.callbacks[0] = OrthogonalityMonitor(every_n_steps=1)
+    trainer.fit(make_classifier(), datamodule=digits())
+    assert len(set(seen)) > 1  # not a mean, not the first
 
 
-def test_without_a_threshold_the_monitor_only_tells(tmp_path):
+def test_without_a_threshold_the_monitor_only_logs(tmp_path):
     model = make_classifier(partial(optim.RegularizedSGD, lr=0.5, momentum=0.9))
     trainer = make_trainer(tmp_path, max_epochs=1, threshold=None)
     trainer.fit(model, datamodule=digits())
@@ -73,7 +81,7 @@ def test_the_learning_rate_has_one_name_however_many_groups_there_are(tmp_path, 
     assert values == pytest.approx({1: 0.0505, 3: 0.001})  # the cosine's middle and end, in the fastest group
 
 
-def test_logged_are_errors_a_layer_images_and_learning_rates(tmp_path):
+def test_errors_of_each_layer_images_and_learning_rates_are_logged(tmp_path):
     logger = TensorBoardLogger(tmp_path, "", "", default_hp_metric=False)
     callbacks = AttentionImages(every_n_epochs=1), LearningRates()
     trainer = make_trainer(tmp_path, *callbacks, max_epochs=1, logger=logger, log_every_n_steps=1)
@@ -228,7 +236,7 @@ def test_best_is_the_epoch_with_the_best_score(tmp_path):
         assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
-def test_best_is_as_it_was_measured_amid_an_epoch(tmp_path):
+def test_best_is_as_it_was_measured_mid_epoch(tmp_path):
     scores = iter([0.3, 0.9, 0.5, 0.4])
 
     class Score(L.Callback):
@@ -260,10 +268,11 @@ def test_without_validation_there_is_no_best(tmp_path):
 # ------------------------------------------------------------------------------------------------- what a run says
 
 
-def test_a_line_an_epoch_has_the_rate_of_the_head_and_no_old_score(tmp_path, capsys):
+def test_the_line_of_an_epoch_has_the_rate_of_the_head_and_no_old_score(tmp_path, capsys):
     model = make_classifier(partial(optim.StiefelSGD, lr=0.1), layer_decay=0.5)
     kwargs = {"check_val_every_n_epoch": 2, "limit_train_batches": 1, "max_epochs": 3}
-    trainer = make_trainer(tmp_path, EpochLines(), **kwargs)
+    history = History()
+    trainer = make_trainer(tmp_path, history, EpochLines(history), **kwargs)
     trainer.fit(model, datamodule=digits())
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert ["val accuracy" in line for line in lines] == [False, True, False]

@@ -32,7 +32,7 @@ def test_an_optimizer_that_would_ignore_the_constraint_is_refused():
         make_classifier(partial(torch.optim.AdamW, lr=1e-3))
 
 
-def test_a_class_that_is_no_optimizer_is_not_called(tmp_path):
+def test_a_class_that_is_not_an_optimizer_is_not_called(tmp_path):
     described = {"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", str(tmp_path / "ran")]}}
     with pytest.raises(ValueError, match=r"subprocess\.Popen is not an optimizer"):
         make_classifier(described)
@@ -118,7 +118,7 @@ def test_the_learning_rate_follows_the_schedule_and_stiefel_lr_with_it(tmp_path)
 
     model = make_classifier(partial(StiefelSGD, lr=0.2, stiefel_lr=0.4), warmup_epochs=1)
     make_trainer(tmp_path, Record(), max_epochs=3, accumulate_grad_batches=2).fit(model, datamodule=digits())
-    assert len(seen) == 6  # 4 batches an epoch, 2 to a step
+    assert len(seen) == 6  # 4 batches per epoch, 2 per step
     assert seen[:2] == pytest.approx([0.1, 0.2])
     assert seen[-1] == pytest.approx(0.002)
 
@@ -128,7 +128,7 @@ def test_an_endless_run_has_no_schedule(tmp_path):
         make_trainer(tmp_path, max_epochs=-1).fit(make_classifier(), datamodule=digits())
 
 
-def test_a_process_that_has_no_pictures_left_adds_nothing_to_the_score(tmp_path):
+def test_a_process_that_has_no_images_left_adds_nothing_to_the_score(tmp_path):
     torch.manual_seed(0)
     batch = torch.rand(5, 1, 8, 8), torch.arange(5)
     none = batch[0][:0], batch[1][:0]

@@ -62,27 +62,25 @@ def test_its_run_resumes_with_the_same_bits(compiled, tmp_path):
 
 def test_what_looks_into_it_sees_its_attention(compiled):
     model = copy.deepcopy(compiled[0].model)
-    pictures = torch.rand(2, 1, 8, 8)
-    expected = attention_maps(model, pictures)
+    images = torch.rand(2, 1, 8, 8)
+    expected = attention_maps(model, images)
     assert expected is not None
-    torch.testing.assert_close(attention_maps(compiled[0].model, pictures), expected)
+    torch.testing.assert_close(attention_maps(compiled[0].model, images), expected)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_last_block_computes_the_class_token_alone_and_the_same(fused):
+def test_the_last_block_computes_the_class_token_alone_and_the_same():
     kwargs = {"qkv_bias": True, "qk_norm": True, "init_values": 0.1, "reg_tokens": 2}
     model = create_model("ortho_vit_digits", depth=2, **kwargs)
-    pictures, record = torch.rand(3, 1, 8, 8), {}
+    images, record = torch.rand(3, 1, 8, 8), {}
 
     def gradients(forward):
         model.zero_grad()
-        logits = forward(pictures)
+        logits = forward(images)
         logits.square().sum().backward()
         return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
 
     expected = gradients(model)
     LastBlock.convert(model.blocks[-1])
-    model.blocks[-1].attn.fused_attn = fused
     model.norm.register_forward_hook(lambda *call: record.update(shape=call[-1].shape))
     found = gradients(torch.compile(model, dynamic=False, backend="aot_eager"))
     assert record["shape"] == (3, 1, 64)

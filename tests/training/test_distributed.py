@@ -43,8 +43,8 @@ if __name__ == "__main__":
         torch.save(model.model.state_dict(), f"{folder}-{trainer.global_rank}.pt")
 """
 
-# The second process alone meets a bad picture: left out in step 1, then the end of another run.
-BAD_PICTURE = """
+# The second process alone gets a bad image: step 1 is skipped, and another run stops.
+BAD_IMAGE = """
 import ortho_vit
 import torch
 from tests.helpers.small_run import BadImage, digits, make_classifier, make_trainer
@@ -137,7 +137,7 @@ def test_a_shared_step_ends_with_the_same_bits_and_saves_the_whole_state(tmp_pat
 
 @pytest.mark.slow
 def test_all_processes_leave_out_the_step_that_is_not_finite_in_one_of_them(tmp_path):
-    one, two = run(tmp_path, BAD_PICTURE)
+    one, two = run(tmp_path, BAD_IMAGE)
     assert_same_bits(one, two)
     assert all(value.isfinite().all() for value in one.values())
     data = digits()

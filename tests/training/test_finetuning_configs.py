@@ -28,7 +28,7 @@ SMALL = "--trainer.max_epochs 1 --trainer.accelerator cpu --data.batch_size 4 --
 
 @pytest.fixture
 def weights(tmp_path, monkeypatch):
-    """A zoo with weights of that name, and pictures of two classes, in the working directory."""
+    """A zoo with weights of that name, and images of two classes, in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", "zoo")
     generator = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def test_digits_are_learnt_from_weights_of_cifar10(weights, capsys):
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-def test_ones_own_pictures_are_learnt_from_weights_of_the_zoo(weights, freeze):
+def test_own_images_are_learnt_from_weights_of_the_zoo(weights, freeze):
     path = CONFIGS / "imagefolder_nano.yaml"
     arguments = ["--config", str(path), *SMALL.split(), "--data.root", "pictures", "--data.val_size", "4"]
     if freeze:  # as the file's own comment says

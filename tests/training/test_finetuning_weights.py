@@ -11,12 +11,14 @@ from ortho_vit.optim import StiefelSGD
 from ortho_vit.training import Classifier
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
 
-@pytest.fixture
-def trained(tmp_path):
-    model = make_classifier()
-    make_trainer(tmp_path / "run", max_epochs=1).fit(model, datamodule=digits())
-    return model, tmp_path / "run/checkpoints/last.ckpt"
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    model, folder = make_classifier(), tmp_path_factory.mktemp("run")
+    make_trainer(folder, max_epochs=1).fit(model, datamodule=digits())
+    return model, folder / "checkpoints/last.ckpt"
 
 
 def equal(a, b, but=()):

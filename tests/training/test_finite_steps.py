@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite stops the run, or the step is left out of it."""
+"""A loss or gradient that is not finite stops the run, or the step is skipped."""
 
 import re
 from functools import partial
@@ -23,7 +23,7 @@ SKIPPED = r"step skipped, \d+ so far: "
 
 
 class BadGradient(L.Callback):
-    """Spoils one gradient of some batches; the loss is as good as ever."""
+    """Replaces one gradient of some batches; the loss stays finite."""
 
     def __init__(self, *where, name="blocks.1.mlp.fc1.weight", value=INF):
         self.where, self.name, self.value = where, name, value
@@ -179,7 +179,7 @@ def test_a_gradient_that_clipping_makes_small_enough_is_not_refused(tmp_path):
     ],
     ids=["loss", "gradient"],
 )
-def test_a_step_that_is_left_out_changes_nothing_but_its_number(tmp_path, bad, problem):
+def test_a_step_that_is_skipped_changes_nothing_but_its_number(tmp_path, bad, problem):
     watch, model = Watch(), make_classifier(skip_nonfinite=True)
     before = {name: p.clone() for name, p in model.model.state_dict().items()}
     trainer = make_trainer(tmp_path, bad, watch, gradient_clip_val=1.0)
@@ -197,7 +197,7 @@ def test_a_step_that_is_left_out_changes_nothing_but_its_number(tmp_path, bad, p
     assert trainer.callback_metrics["train/loss"].isfinite()
 
 
-def test_a_step_is_left_out_as_a_whole_where_batches_are_accumulated(tmp_path):
+def test_a_step_is_skipped_as_a_whole_where_batches_are_accumulated(tmp_path):
     watch, model = Watch(), make_classifier(skip_nonfinite=True)
     bad = BadImage((0, 2))  # the first of the two that make step 1
     trainer = make_trainer(tmp_path, bad, watch, accumulate_grad_batches=2, max_epochs=1)
@@ -283,14 +283,14 @@ def test_a_scale_that_only_falls_stops_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_a_run_that_stopped_goes_on_with_the_step_left_out(tmp_path, monkeypatch, capsys):
+def test_a_run_that_stopped_goes_on_with_the_step_skipped(tmp_path, monkeypatch, capsys):
     start = Classifier.on_train_batch_start
 
-    def spoiled(self, batch, batch_idx):
+    def with_bad_image(self, batch, batch_idx):
         BadImage((0, 2)).on_train_batch_start(self.trainer, self, batch, batch_idx)
         start(self, batch, batch_idx)
 
-    monkeypatch.setattr(Classifier, "on_train_batch_start", spoiled)
+    monkeypatch.setattr(Classifier, "on_train_batch_start", with_bad_image)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(ONE_EPOCH)
     arguments = ["fit", "--config", "run.yaml", "--checkpoints.every_n_steps", "1"]

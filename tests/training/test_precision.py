@@ -28,7 +28,7 @@ LIMITS = {"bf16-mixed": 2e-6, "16-mixed": 2e-6, "bf16-true": rounding_error(torc
 
 
 def precise(precision):
-    """The trainer's arguments; of itself it takes bf16-mixed for 16-mixed on a CPU."""
+    """The trainer's arguments; by itself it takes bf16-mixed for 16-mixed on a CPU."""
     scaled = precision == "16-mixed"
     return {"plugins": [MixedPrecision(precision, "cpu")]} if scaled else {"precision": precision}
 
@@ -51,7 +51,7 @@ def accuracies_in_float32(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", LIMITS)
 def test_training_stays_on_the_manifold_and_is_as_accurate(tmp_path, tmp_path_factory, precision):
-    """Over three seeds, 1200 pictures of which 93 % are right, the mean has a standard error of 0.7 points; the runs of
+    """Over three seeds, with 1200 images and an accuracy of 93 %, the mean has a standard error of 0.7 points; the runs of
     one seed, which begin alike, were within 0.5 of each other.
     """
     found = []

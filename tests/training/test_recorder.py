@@ -11,6 +11,8 @@ from ortho_vit.errors import DivergedError
 from ortho_vit.training.recorder import Recorder, write_json
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
+
 
 def read(folder, name="result.json"):
     return json.loads((folder / name).read_text())
@@ -27,9 +29,16 @@ def without_time(curve):
     return [{name: value for name, value in point.items() if name != "seconds"} for point in curve]
 
 
-def test_the_last_point_of_the_curve_is_the_test(tmp_path):
-    fit(tmp_path, make_classifier())
-    result, progress = read(tmp_path), read(tmp_path, "progress.json")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing has interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder, make_classifier())
+    return folder
+
+
+def test_the_last_point_of_the_curve_is_the_test(whole):
+    result, progress = read(whole), read(whole, "progress.json")
     assert (result["status"], result["step"], len(result["curve"])) == ("finished", 8, 2)
     last = result["curve"][-1]
     assert last["test_accuracy"] == pytest.approx(result["test_accuracy"])
@@ -59,16 +68,14 @@ class Stop(L.Callback):
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
-def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path, step):
-    fit(tmp_path / "whole", make_classifier())
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(tmp_path, whole, step):
     with pytest.raises(RuntimeError, match="the power failed"):
-        fit(tmp_path / "parts", make_classifier(), Stop(step), every_n_steps=2)
-    assert not (tmp_path / "parts/result.json").exists()  # an error is not a result
-    resume = tmp_path / "parts/checkpoints/last.ckpt"
-    fit(tmp_path / "parts", make_classifier(), resume=resume, every_n_steps=2)
-    whole, parts = read(tmp_path / "whole"), read(tmp_path / "parts")
-    assert without_time(parts["curve"]) == without_time(whole["curve"])
-    assert parts["test_accuracy"] == whole["test_accuracy"]
+        fit(tmp_path, make_classifier(), Stop(step), every_n_steps=2)
+    assert not (tmp_path / "result.json").exists()  # an error is not a result
+    fit(tmp_path, make_classifier(), resume=tmp_path / "checkpoints/last.ckpt", every_n_steps=2)
+    expected, parts = read(whole), read(tmp_path)
+    assert without_time(parts["curve"]) == without_time(expected["curve"])
+    assert parts["test_accuracy"] == expected["test_accuracy"]
 
 
 @pytest.mark.parametrize(

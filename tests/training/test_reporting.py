@@ -11,6 +11,7 @@ from ortho_vit.optim import StiefelSGD
 from ortho_vit.training.reporting import (
     Bar,
     EpochLines,
+    History,
     StartLines,
     TensorBoard,
     progress_bar,
@@ -32,7 +33,7 @@ class Look(Callback):
 def test_the_bar_shows_loss_and_accuracy_and_no_version(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(Bar, "SECONDS", 0.0)
-    bar = progress_bar()
+    bar = progress_bar(History())
     look = Look(bar)
     logger = TensorBoard(tmp_path, default_hp_metric=False)
     make_trainer(tmp_path, bar, look, logger=logger).fit(make_classifier(), datamodule=digits())
@@ -41,7 +42,7 @@ def test_the_bar_shows_loss_and_accuracy_and_no_version(tmp_path, monkeypatch):
     assert 0 < float(look.shown[-1]["loss"]) < 10
     assert look.shown[-1]["val accuracy"].endswith("%")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert isinstance(progress_bar(), EpochLines)
+    assert isinstance(progress_bar(History()), EpochLines)
 
 
 class RemoveFolder(Callback):

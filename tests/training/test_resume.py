@@ -24,7 +24,7 @@ from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_cla
 class KeepAll(Checkpoints):
     """Keeps a copy of every checkpoint that was ever the last."""
 
-    def _save(self, trainer, improved):
+    def _save(self, trainer, improved=False):
         super()._save(trainer, improved)
         assert self.folder is not None
         kept = self.folder / "kept"
@@ -95,7 +95,7 @@ ADAM = partial(optim.StiefelAdam, lr=3e-3)
         pytest.param(
             SGD,
             {"ema": True, "bad": [(0, 1), (1, 0), (1, 3)], "model": {"skip_nonfinite": True}},
-            id="leaving out steps",
+            id="skipping steps",
             marks=pytest.mark.filterwarnings("ignore:step skipped"),
         ),
         pytest.param(SGD, {"ema": True, "precision": "bf16-true"}, id="bfloat16"),
@@ -136,7 +136,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, step, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_augmented_pictures_are_the_same_after_resuming(tmp_path, num_workers):
+def test_augmented_images_are_the_same_after_resuming(tmp_path, num_workers):
     write_cifar10(tmp_path, per_file=20)
     data = {
         "root": str(tmp_path),

@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C: a run ends after a step, says how to continue, and then ends with the bits of one that was not."""
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,21 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     (tmp_path / "run.yaml").write_text(CONFIG)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The last checkpoint and the history of a run with some options that nothing has stopped."""
+
+    @cache
+    def run(*options):
+        folder = tmp_path_factory.mktemp("whole")
+        (folder / "run.yaml").write_text(CONFIG)
+        with contextlib.chdir(folder):
+            assert main(["--config", "run.yaml", *options]) == 0
+            return load("run"), history("run")
+
+    return run
 
 
 @pytest.fixture
@@ -90,6 +107,10 @@ def load(name):
     return torch.load(f"runs/{name}/version_0/checkpoints/last.ckpt", weights_only=True)
 
 
+def history(name):
+    return Path(f"runs/{name}/version_0/history.csv").read_text()
+
+
 def without_paths(checkpoint):
     return {key: value for key, value in checkpoint.items() if key != "hyper_parameters"}
 
@@ -106,23 +127,21 @@ STEPS = [
 
 @pytest.mark.parametrize(("step", "number", "options"), STEPS)
 def test_a_run_that_a_signal_stops_goes_on_with_the_same_bits(
-    folder, signalled, capsys, step, number, options
+    folder, whole, signalled, capsys, step, number, options
 ):
-    arguments = ["--config", "run.yaml", *options]
-    assert main([*arguments, "--name", "whole"]) == 0
+    arguments, (expected, _) = ["--config", "run.yaml", *options], whole(*options)
     signalled(step, number)
     capsys.readouterr()
     assert main([*arguments, "--name", "stopped"]) == 128 + number
     output, error = capsys.readouterr()
-    steps = load("whole")["global_step"]
     last = "runs/stopped/version_0/checkpoints/last.ckpt"
     line, command = error.rstrip("\n").split("; continue with python train.py ")
-    assert line == f"stopped at step {step + 1} of {steps}"
+    assert line == f"stopped at step {step + 1} of {expected['global_step']}"
     assert command == shlex.join(["fit", *arguments, "--name", "stopped", "--ckpt_path", last])
     assert "accuracy" not in output  # neither a summary nor a test
     assert load("stopped")["global_step"] == step + 1
     assert main(shlex.split(command)) == 0
-    assert_same_bits(without_paths(load("whole")), without_paths(load("stopped")))
+    assert_same_bits(without_paths(expected), without_paths(load("stopped")))
 
 
 STATISTICS = "ortho_vit.training.attention_statistics.AttentionStatistics"
@@ -138,16 +157,15 @@ WITHIN = [
     pytest.param(3, 1, ["--trainer.accumulate_grad_batches", "2"], id="accumulating"),
     pytest.param(6, 1, ["--trainer.max_steps", "9"], id="counting steps"),
     pytest.param(6, 1, ["--trainer.callbacks", "ortho_vit.training.WeightAveraging"], id="averaging"),
-    pytest.param(6, 1, ["--model.skip_nonfinite", "true"], id="leaving out steps"),
+    pytest.param(6, 1, ["--model.skip_nonfinite", "true"], id="skipping steps"),
 ]
 
 
 @pytest.mark.parametrize(("step", "batch", "options"), WITHIN)
 def test_a_run_that_a_signal_stops_within_validation_goes_on_with_the_same_bits(
-    folder, signalled_in_validation, capsys, step, batch, options
+    folder, whole, signalled_in_validation, capsys, step, batch, options
 ):
-    arguments = ["--config", "run.yaml", *options]
-    assert main([*arguments, "--name", "whole"]) == 0
+    arguments, (expected, rows) = ["--config", "run.yaml", *options], whole(*options)
     validated = signalled_in_validation(step, batch, signal.SIGTERM)
     capsys.readouterr()
     assert main([*arguments, "--name", "stopped"]) == 143
@@ -159,9 +177,8 @@ def test_a_run_that_a_signal_stops_within_validation_goes_on_with_the_same_bits(
     assert main(shlex.split(error.split("train.py ")[1])) == 0
     # The same validation, from its first batch
     assert validated[:6] == [(step, number) for number in range(6)]
-    assert_same_bits(without_paths(load("whole")), without_paths(load("stopped")))
-    whole, stopped = (Path(f"runs/{name}/version_0/history.csv").read_text() for name in ("whole", "stopped"))
-    assert whole == stopped
+    assert_same_bits(without_paths(expected), without_paths(load("stopped")))
+    assert history("stopped") == rows
 
 
 def test_a_validation_after_the_last_step_is_finished(folder, signalled_in_validation):
@@ -173,8 +190,8 @@ def test_a_validation_after_the_last_step_is_finished(folder, signalled_in_valid
     assert load("run")["callbacks"]["Checkpoints"]["best_score"] is not None
 
 
-def test_a_resumed_run_can_be_stopped_again(folder, signalled, capsys):
-    assert main(["--config", "run.yaml", "--name", "whole"]) == 0
+def test_a_resumed_run_can_be_stopped_again(folder, whole, signalled, capsys):
+    expected, _ = whole()
     arguments = ["fit", "--config", "run.yaml", "--name", "stopped", "--ckpt_path=last"]
     for step in (2, 7):
         signalled(step, signal.SIGTERM)
@@ -184,7 +201,7 @@ def test_a_resumed_run_can_be_stopped_again(folder, signalled, capsys):
         assert error.count("\n") == error.count("--ckpt_path") == 1
         assert load("stopped")["global_step"] == step + 1
     assert main(shlex.split(error.split("train.py ")[1])) == 0
-    assert_same_bits(without_paths(load("whole")), without_paths(load("stopped")))
+    assert_same_bits(without_paths(expected), without_paths(load("stopped")))
 
 
 def test_the_signal_of_a_batch_system_wins_and_one_may_come_twice(folder, signalled):
