@@ -1,4 +1,4 @@
-"""Changes of a run that is resumed: other data, another seed or precision must be allowed by name.
+"""Changes of a run that is resumed: other data, another seed or precision must be allowed by name; the model stays.
 
 The run's `config.yaml` says how it began.  Each change that was allowed, and each change of its length, which needs no
 permission, is one line of `changes.jsonl` beside it.  Together they say how the run was trained at any step.
@@ -30,6 +30,8 @@ TRAINER = {
     "limit_train_batches": 1.0,
     "overfit_batches": 0.0,
 }
+# Options of the model that may change
+MODEL = ("weights", "skip_nonfinite", "compile", "optimizer.init_args.shard_stiefel")
 LENGTHS = ("max_epochs", "max_steps")  # options of the trainer that may change: a run may become longer
 # Changes that need no permission and are recorded: a longer run, and images, which are compared, in another place
 RECORDED = {*(f"trainer.{name}" for name in LENGTHS), "data.root", "data.class_names"}
@@ -128,6 +130,32 @@ def check_changes(changes: Changes, allowed: list[str], path: str) -> None:
 def _named(value: Any) -> Any:
     """A value as it is printed: a class without its arguments."""
     return value["class_path"] if isinstance(value, dict) and "class_path" in value else value
+
+
+def check_model(ours: dict[str, Any], stored: dict[str, Any], path: str) -> None:
+    """Raise UsageError if the options of a model differ from those of the run that is resumed."""
+    different = [
+        f"{key} was {old}, now {new}"
+        for key, old, new in _differences(ours, stored)
+        if key not in MODEL and not (key == "num_classes" and new is None)
+    ]
+    if different:
+        raise UsageError(
+            f"{path} cannot be resumed with another model: {'; '.join(different[:3])}.  Leave it as it was, or start a "
+            f"new run from its weights with --model.weights {path}"
+        )
+
+
+def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, theirs, ours) wherever two nests of plain values differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            difference
+            for k in dict.fromkeys([*theirs, *ours])
+            for difference in _differences(ours.get(k), theirs.get(k), f"{key}.{k}" if key else k)
+        ]
+    as_list = [list(x) if isinstance(x, tuple) else x for x in (ours, theirs)]
+    return [] if as_list[0] == as_list[1] else [(key, theirs, ours)]
 
 
 def record_changes(run: Path, changes: Changes, step: int) -> None:

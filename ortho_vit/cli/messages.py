@@ -4,10 +4,10 @@ jsonargparse reports an error as text, up to a page long, without exception type
 wording (4.52 and later) for the mistakes that users make most.  Any other message is shown whole, on one line.
 """
 
+import argparse
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
 
 from ortho_vit.errors import did_you_mean
 
@@ -34,7 +34,7 @@ OTHER_NAMES = {  # of options, in other libraries
 # whose sentence has an {example} only for the options in CLASSES.
 RULES = (
     (r"unrecognized arguments: ([^\s=]+)", "unknown argument {0}{hint}"),
-    (r"does not accept option '([^']+)'", "unknown key {0!r}{hint}"),
+    (r"^Option '([^']+)'", "unknown key {0!r}{hint}"),
     (r"Option '([^']+)' is not accepted", "{key}: {owner} has no option {0!r}{hint}"),
     (r"module '([\w.]+)' has no attribute '(\w+)'", "{key}: {0} has no {1!r}{hint}"),
     (r"^the following arguments are required: (model.*)", "missing: {0}; a --config file can give them"),
@@ -55,11 +55,11 @@ RULES = (
 )  # fmt: skip
 
 
-def explain(message: str, options: Iterable[str]) -> str:
-    """A message of the parser on one line; `options` are those that the parser knows, such as "--model.name"."""
-    message = re.sub(r"(?<= )(fit|validate|test|predict)\.(?=model)", "", message)
+def explain(error: Exception, parser: argparse.ArgumentParser) -> str:
+    """An error of a parser on one line."""
+    message = re.sub(r"^Group '([^']+)' does not accept option '", r"Option '\1.", str(error))
+    options = re.findall(r"--[\w.]*\w", parser.format_help())
     keys = re.findall(r'Parser key "([^"]+)":', message)  # from the outside in
-    options = list(options)
     if "Unable to load config" in message:  # a value for a whole group of options
         example = next((option for option in options if option.startswith(f"--{keys[0]}.")), "")
         images = "; images to predict are given by --pictures FOLDER" if keys[0] == "images" else ""

@@ -1,6 +1,5 @@
 """What training relies on in Lightning, torch and torchmetrics beyond their documentation: each fact in one test."""
 
-import inspect
 import signal
 import warnings
 from functools import partial
@@ -9,7 +8,6 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -220,17 +218,3 @@ def test_a_restored_metric_computes_without_a_warning():
     restore_metric(second, dict(first.metric_state), first.update_count)
     assert second.compute() == first.compute() == pytest.approx(2 / 3)
     assert second.update_count == 1
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("_run_subcommand", ["self", "subcommand"]),
-        ("_instantiate_trainer", ["self", "config", "callbacks"]),
-        ("_parse_ckpt_path", ["self"]),
-        ("_parser", ["self", "subcommand"]),
-    ],
-)
-def test_the_methods_that_the_command_line_overrides_are_called(method, parameters):
-    assert list(inspect.signature(getattr(LightningCLI, method)).parameters) == parameters
-    assert f"self.{method}(" in inspect.getsource(LightningCLI)
