@@ -7,7 +7,7 @@ Bases come first, in their order, then the file itself; the later wins, key by k
 in this way, so it gets one for each file.
 
     python train.py test    --weights NAME                       the data set that the weights were trained on
-    python train.py predict --weights NAME --pictures FOLDER     images of one's own
+    python train.py predict --weights NAME --pictures FOLDER     the user's own images
 
 `--weights` becomes the configuration that the card of the weights describes.  A card may have been downloaded, so only data
 modules of this package are built from it.

@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with a default sub-command, composed configurations and errors of one line.
+"""The command line: LightningCLI with its own commands, composed configurations and errors of one line.
 
 `main` returns the exit code: 0 for success, 2 for a mistake in the command line or a configuration (found before anything is
 written), 1 for an error during a run, 130 and 143 for a command that Ctrl-C or SIGTERM has stopped.  ORTHO_VIT_TRACEBACK=1
@@ -43,24 +43,12 @@ from ortho_vit.cli.zoo import COMMANDS, Zoo
 from ortho_vit.errors import UsageError
 from ortho_vit.files import next_folder
 from ortho_vit.stiefel import orthogonality_error
+from ortho_vit.training import reporting
 from ortho_vit.training.checkpointing import Checkpoints, Preloaded, is_trial, refuse_to_lose_steps
 from ortho_vit.training.classifier import Classifier, check_classes, check_same_images, stored_images
 from ortho_vit.training.images import AttentionImages
 from ortho_vit.training.measuring import OrthogonalityMonitor
 from ortho_vit.training.predictions import PerClass, PredictionWriter
-from ortho_vit.training.reporting import (
-    History,
-    HyperParameters,
-    LearningRates,
-    StartLines,
-    TensorBoard,
-    as_table,
-    describe,
-    named_for,
-    progress_bar,
-    quiet_writer,
-    summary,
-)
 from ortho_vit.training.stopping import Stopped, signals
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict", "export", *COMMANDS)
@@ -147,7 +135,7 @@ class CommandLine(LightningCLI):
             raise UsageError("--weights and --pictures must be written in full, and on the command line")
         if config.allow_changes:
             raise UsageError(
-                "--allow_changes must be written in full, and on the command line: a file would allow the changes for ever"
+                "--allow_changes must be written in full, and on the command line: a file would allow the changes every time"
             )
         if allowed and command != "fit":
             raise UsageError(f"--allow_changes is for fit with --ckpt_path, not for {command}")
@@ -258,16 +246,16 @@ class CommandLine(LightningCLI):
             folder, name, version = trainer.default_root_dir, config.name, None
             if run:  # continue where it was
                 folder, name, version = run.parent, "", run.name
-            kwargs["logger"] = self.command == "fit" and TensorBoard(
+            kwargs["logger"] = self.command == "fit" and reporting.TensorBoard(
                 folder, name, version, default_hp_metric=False
             )
-        self.history = History()
+        self.history = reporting.History()
         # Reporting callbacks run after the callbacks that compute metrics
-        callbacks: list[Callback] = [StartLines(), self.history]
+        callbacks: list[Callback] = [reporting.StartLines(), self.history]
         if kwargs.get("logger", trainer.logger) and not trainer.fast_dev_run:
-            callbacks += [LearningRates(), HyperParameters(self._other_values)]
+            callbacks += [reporting.LearningRates(), reporting.HyperParameters(self._other_values)]
         if trainer.enable_progress_bar is not False:
-            callbacks.append(progress_bar())
+            callbacks.append(reporting.progress_bar())
         self.trainer_defaults["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
 
@@ -294,7 +282,7 @@ class CommandLine(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         config, checkpoints = self.config_init, self.config_init.checkpoints
-        self._say(describe(self.model.model, self.model.hparams["name"]))
+        self._say(reporting.describe(self.model.model, self.model.hparams["name"]))
         preloaded = checkpoints.preloaded
         if self.trainer.world_size == 1:  # reports missing or damaged data before the run has a folder
             self.datamodule.prepare_data()
@@ -346,7 +334,7 @@ class CommandLine(LightningCLI):
             assert isinstance(logger, TensorBoardLogger)
             folder = next_folder(Path(logger.root_dir), "version_")
             version = int(folder.name.removeprefix("version_"))
-            trainer.logger = logger = TensorBoard(
+            trainer.logger = logger = reporting.TensorBoard(
                 logger.save_dir, logger.name, version, default_hp_metric=False
             )
         if logger is None:
@@ -362,7 +350,7 @@ class CommandLine(LightningCLI):
         self._summarize(dict(self.trainer.test(**kwargs | {"verbose": False})[0]), kwargs["ckpt_path"])
         per_class: PerClass = self.config_init.per_class
         if per_class.folder is not None:
-            self._say(as_table(("class", "images", "accuracy"), per_class.rows()))
+            self._say(reporting.as_table(("class", "images", "accuracy"), per_class.rows()))
             self._say(f"per-class accuracy and confusion matrix in {per_class.folder}")
 
     def predict(self, **kwargs: Any) -> None:
@@ -371,7 +359,7 @@ class CommandLine(LightningCLI):
         if writer.target is None:  # the standard output, which holds nothing else
             return
         if writer.count:
-            self._say(as_table(("file", "class", "probability"), writer.preview))
+            self._say(reporting.as_table(("file", "class", "probability"), writer.preview))
         source = f", by {kwargs['ckpt_path']}" if kwargs["ckpt_path"] else ""
         self._say(f"{writer.count} predictions in {writer.target}{source}")
 
@@ -380,7 +368,7 @@ class CommandLine(LightningCLI):
             print(line, flush=True)
 
     def _summarize(self, results: dict[str, Any], checkpoint: Any = None) -> None:
-        rows = labelled(named_for(self.datamodule, results))
+        rows = labelled(reporting.named_for(self.datamodule, results))
         if self.model.hparams["constraint"] is not None:
             rows["orthogonality error"] = f"{orthogonality_error(self.model.model):.1e}"
         if self.model.steps.skipped:
@@ -390,7 +378,7 @@ class CommandLine(LightningCLI):
         if self.history.curves:
             rows["curves"] = str(self.history.curves)
         if rows:
-            self._say(summary(rows))
+            self._say(reporting.summary(rows))
 
     # -------------------------------------------------------------------------------------------- stopping
 
@@ -484,7 +472,7 @@ def main(arguments: list[str]) -> int:
     """Run a command and return its exit code."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with signals.handled(), warnings.catch_warnings(), quiet_writer():
+    with signals.handled(), warnings.catch_warnings(), reporting.quiet_writer():
         if not sys.warnoptions:
             warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
             warnings.filterwarnings(

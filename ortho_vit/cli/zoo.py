@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Parser
-from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.errors import UsageError
 from ortho_vit.files import replacing
 from ortho_vit.models import Checkpoint, find_checkpoint, list_models, load_checkpoint, verify_checkpoint
-from ortho_vit.models.card import GOLDEN_TOLERANCE
 from ortho_vit.training.reporting import as_table, summary
 
 
@@ -130,33 +129,19 @@ def onnx(options: argparse.Namespace) -> None:
 
 def _export(model: nn.Module, shape: list[int], path: Path) -> None:
     """Write a model that takes `images` (batch, channels, height, width), normalised, and returns `logits`."""
-    images = torch.zeros(2, *shape[1:])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations
         torch.onnx.export(
-            model.eval(),
-            (images,),
-            path,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
+            model.eval(), (torch.zeros(2, *shape[1:]),), path, input_names=["images"], output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},), dynamo=True, external_data=False, verbose=False,
+        )  # fmt: skip
 
 
 def _check(checkpoint: Checkpoint, path: Path) -> str:
-    """Compare the logits of a file with the card's, and say how much they differ."""
+    """Say how much the logits of a file differ from the card's; CheckpointError if they are not the same."""
     if importlib.util.find_spec("onnxruntime") is None:
         return "not checked: onnxruntime is not installed"
-    session = _Session(path)
-    error = checkpoint.card.golden_error(session)
-    single = session(torch.zeros(1, *checkpoint.card.golden.shape[1:]))
-    if not error <= GOLDEN_TOLERANCE or len(single) != 1:
-        raise CheckpointError(
-            f"{path.name}: its logits differ from the card's by {error:.2g}; nothing was written"
-        )
+    error = checkpoint.card.check_golden(_Session(path))
     return f"onnxruntime computes the card's logits, up to {error:.1e}"
 
 

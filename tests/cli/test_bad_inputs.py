@@ -165,7 +165,6 @@ COMMANDS = {
     ),
     "pictures to train on": (command("fit --pictures ."), "--pictures is for predict: fit needs images with labels"),
     "pictures for a run": (command("predict --ckpt_path last --pictures ."), "--data.predict_root FOLDER names images"),
-    "Lightning's option for a scheduler": (options("--lr_scheduler StepLR"), "did you mean --model.scheduler"),
     "a group that matches nothing": (
         options("--model.param_groups \"[{match: nothing}]\""), "param_groups: no parameter is called 'nothing'"),
     "no end of training": (options("--trainer.max_epochs null"), "needs to know its end: give --trainer.max_epochs"),
