@@ -31,27 +31,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "StiefelParameter": "ortho_vit.parameter",
-    "audit": "ortho_vit.optim.audit",
-    "constrain": "ortho_vit.parameter",
-    "create_model": "ortho_vit.models",
-    "list_models": "ortho_vit.models",
-    "orthogonality_error": "ortho_vit.stiefel",
-    "orthogonalize": "ortho_vit.models",
-    "project_": "ortho_vit.parameter",
-    "stiefel_parameters": "ortho_vit.parameter",
+    "models": ("create_model", "list_models", "orthogonalize"),
+    "optim.audit": ("audit",),
+    "parameter": ("StiefelParameter", "constrain", "project_", "stiefel_parameters"),
+    "stiefel": ("orthogonality_error",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ortho_vit' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"ortho_vit.{module}"), name)
+            return value
+    raise AttributeError(f"module 'ortho_vit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})
 
 
 class _TorchvisionCheck(MetaPathFinder):

@@ -1,4 +1,4 @@
-"""Modules that were renamed: their old names go on working, with one warning each.
+"""Modules that were renamed: their old names keep working, with one warning each.
 
 Run checkpoints, cards and YAML files name classes by path, so a module's old name is part of what users have stored.
 """
@@ -44,7 +44,7 @@ MOVED = {
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Imports a module under its old name: asked only where there is no such file."""
+    """Imports a module under its old name; it is the last finder, so a file of that name would be found first."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,5 +53,5 @@ class MovedModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         old, new = module.__name__, MOVED[module.__name__]
-        warnings.warn(f"{old} is now {new}; the old name goes on working", FutureWarning, stacklevel=2)
+        warnings.warn(f"{old} is now {new}; the old name keeps working", FutureWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(new)  # importlib returns what stands here afterwards

@@ -1,6 +1,6 @@
 """Files that are written whole or not at all, downloads, locks that end with their process, folders of one process each.
 
-This module imports nothing of ours.
+This module imports no other module of the package.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def finite_or_none(value: Any) -> float | None:
-    """A number as JSON can hold it: None (null) for NaN and infinity, which it has not."""
+    """A number as JSON can hold it: None (null) instead of NaN and infinity."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 

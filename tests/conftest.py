@@ -1,5 +1,6 @@
 """Every test starts from the same random state, and warnings that are not ours are left alone."""
 
+import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ torch.set_num_threads(1)  # the matrices are small, and two workers share two co
 # A shell that starts the tests in the background lets them ignore Ctrl-C, which some of them send
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # about Lightning's calls
 CHATTER = [
     r".*LeafSpec.*deprecated.*",  # Lightning walks batches with a function that torch renamed
     r".*does not have many workers.*",

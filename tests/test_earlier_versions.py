@@ -23,10 +23,7 @@ RUNS = sorted(path.name for path in FIXTURES.glob("command_line_*"))
 FILES = sorted(path.name for path in FIXTURES.glob("python_*.ckpt"))
 EARLIER = "is of an earlier version, whose steps round differently"
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:ortho_vit.optim.momentum_stiefel is now:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:ortho_vit.optim.momentum_stiefel is now:FutureWarning")
 
 
 def allowed_error(name):

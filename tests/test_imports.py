@@ -35,7 +35,6 @@ DISTRIBUTIONS = {"PIL": "Pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}  
 # The only files that use private names of other libraries.  Those of `torch._foreach_*`, which torch's own optimizers are
 # written in, count as one.
 PRIVATE = {
-    "cli/lightning_cli.py": {"_actions"},  # and the methods of LightningCLI that it overrides
     "data/sampling.py": {"_shutdown_workers"},
     "models/zoo.py": {"_optim_factory"},
     "optim/base.py": {"_foreach", "_guards"},

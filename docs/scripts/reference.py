@@ -119,7 +119,7 @@ def groups(subcommand: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
     maker = ParserMaker.__new__(ParserMaker)
     with contextlib.suppress(ParsersMade):
         maker.__init__([subcommand])  # type: ignore[misc]
-    parser = maker._subcommand_parsers[subcommand]
+    parser = maker.parser
     result = []
     for group in parser._action_groups:
         rows = rows_of(group._group_actions)

@@ -1,10 +1,9 @@
-"""Changes of a run that is resumed: other data, another seed or precision must be allowed by name.
+"""Changes of a run that is resumed: other data, another seed or precision must be allowed by name; the model stays.
 
 The run's `config.yaml` says how it began.  Each change that was allowed, and each change of its length, which needs no
 permission, is one line of `changes.jsonl` beside it.  Together they say how the run was trained at any step.
 """
 
-import copy
 import inspect
 import json
 from pathlib import Path
@@ -21,7 +20,7 @@ Changes = dict[str, tuple[Any, Any]]  # by key, as it is typed: the values befor
 
 # Options of a data module that may change: they say how fast the data is read, not what it is.
 FREE = ("download", "num_workers", "device_resident", "predict_root")
-# Options of the trainer that may change only by permission, with the value that null stands for.
+# Options of the trainer that define a run, with the value that null stands for.
 TRAINER = {
     "precision": "32-true",
     "accumulate_grad_batches": 1,
@@ -29,10 +28,13 @@ TRAINER = {
     "gradient_clip_algorithm": "norm",
     "limit_train_batches": 1.0,
     "overfit_batches": 0.0,
+    "max_epochs": None,
+    "max_steps": None,
 }
-LENGTHS = ("max_epochs", "max_steps")  # options of the trainer that may change: a run may become longer
+# Options of the model that may change
+MODEL = ("weights", "skip_nonfinite", "compile", "optimizer.init_args.shard_stiefel")
 # Changes that need no permission and are recorded: a longer run, and images, which are compared, in another place
-RECORDED = {*(f"trainer.{name}" for name in LENGTHS), "data.root", "data.class_names"}
+RECORDED = {"trainer.max_epochs", "trainer.max_steps", "data.root", "data.class_names"}
 # Options that decide which images a run trains and validates on
 SPLITTING = {"data", *(f"data.{key}" for key in ("root", "val_size", "limit", "seed", "skip_unreadable"))}
 PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -44,8 +46,7 @@ def current_config(run: Path) -> dict[str, Any]:
 
 
 def changed(config: dict[str, Any], changes: list[dict[str, Any]]) -> dict[str, Any]:
-    """A configuration after changes, which are those of `read_changes`."""
-    config = copy.deepcopy(config)
+    """The configuration, which is changed in place as `read_changes` says."""
     for line in changes:
         for key, (_, value) in line["changes"].items():
             _set(config, key, value)
@@ -89,7 +90,6 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     for key, default in TRAINER.items():
         value = trainer.get(key)
         values[f"trainer.{key}"] = default if value is None else value
-    values |= {f"trainer.{key}": trainer.get(key) for key in LENGTHS}
     precision = str(values["trainer.precision"])
     values["trainer.precision"] = PRECISIONS.get(precision, precision)
     return json.loads(json.dumps(values, default=str))  # tuples as lists, as in a file
@@ -128,6 +128,32 @@ def check_changes(changes: Changes, allowed: list[str], path: str) -> None:
 def _named(value: Any) -> Any:
     """A value as it is printed: a class without its arguments."""
     return value["class_path"] if isinstance(value, dict) and "class_path" in value else value
+
+
+def check_model(ours: dict[str, Any], stored: dict[str, Any], path: str) -> None:
+    """Raise UsageError if the options of a model differ from those of the run that is resumed."""
+    different = [
+        f"{key} was {old}, now {new}"
+        for key, old, new in _differences(ours, stored)
+        if key not in MODEL and not (key == "num_classes" and new is None)
+    ]
+    if different:
+        raise UsageError(
+            f"{path} cannot be resumed with another model: {'; '.join(different[:3])}.  Leave it as it was, or start a "
+            f"new run from its weights with --model.weights {path}"
+        )
+
+
+def _differences(ours: Any, theirs: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, theirs, ours) wherever two nests of plain values differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            difference
+            for k in dict.fromkeys([*theirs, *ours])
+            for difference in _differences(ours.get(k), theirs.get(k), f"{key}.{k}" if key else k)
+        ]
+    as_list = [list(x) if isinstance(x, tuple) else x for x in (ours, theirs)]
+    return [] if as_list[0] == as_list[1] else [(key, theirs, ours)]
 
 
 def record_changes(run: Path, changes: Changes, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Expands arguments: a configuration into the files that it builds on, trained weights into what their card describes.
+"""Expands arguments: a configuration into the files that it builds on, a run or trained weights into theirs.
 
     base: [../parts/cifar10.yaml, ../parts/sgd.yaml]     # relative to the file that says so; may name bases themselves
     model: {constraint: within}
@@ -7,10 +7,15 @@ Bases come first, in their order, then the file itself; the later wins, key by k
 in this way, so it gets one for each file.
 
     python train.py test    --weights NAME                       the data set that the weights were trained on
-    python train.py predict --weights NAME --pictures FOLDER     images of one's own
+    python train.py predict --weights NAME --pictures FOLDER     the user's own images
 
 `--weights` becomes the configuration that the card of the weights describes.  A card may have been downloaded, so only data
 modules of this package are built from it.
+
+    python train.py test --ckpt_path runs/quickstart/version_0    the run's best checkpoint, on the run's data
+    python train.py test --ckpt_path best                         that of the newest run below runs/
+
+A command that names no data itself is configured as the run was; its other options win.
 """
 
 from collections.abc import Iterator
@@ -19,8 +24,10 @@ from typing import Any
 
 import yaml
 
+from ortho_vit.cli.changes import current_config
+from ortho_vit.cli.run_folder import ROOT, locate_checkpoint, run_of
 from ortho_vit.errors import CheckpointError, UsageError
-from ortho_vit.models import Card, Checkpoint, find_checkpoint
+from ortho_vit.models import Card, find_checkpoint
 from ortho_vit.resources import configs_folder
 
 CONFIG = ("-c", "--config")
@@ -115,46 +122,61 @@ def _read_node(path: Path) -> yaml.MappingNode:
         raise UsageError(f"{path} is not a configuration: it is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"{path} is {'empty' if node is None else 'not a configuration'}: it has no keys")
-    _count_values(node, path, {})
+    _check_values(node, path)
     return node
 
 
-def _count_values(node: yaml.Node, path: Path, counts: dict[yaml.Node, int]) -> int:
-    """How many values a node stands for, its aliases written out.
+def _check_values(root: yaml.Node, path: Path) -> None:
+    """Raise UsageError for a tag, a key given twice, or too many values with the aliases written out.
 
-    It earns its lines by files that others wrote: by aliases of aliases, nine lines stand for a billion values, all of which
-    the parser would write out.
+    By aliases of aliases, nine lines of a file can stand for a billion values, all of which the parser would write out.
     """
-    if node not in counts:
-        counts[node] = 0  # until it is known
-        counts[node] = 1 + sum(_count_values(value, path, counts) for value in _values(node, path))
-    if not counts[node]:
-        raise UsageError(f"{_at(node, path)}: a value cannot contain itself")
-    if counts[node] > MAX_VALUES:
-        raise UsageError(f"{path} has more than {MAX_VALUES} values, with its aliases written out")
-    return counts[node]
-
-
-def _values(node: yaml.Node, path: Path) -> list[yaml.Node]:
-    if node.tag not in yaml.SafeLoader.yaml_constructors:
-        raise UsageError(f"{_at(node, path)}: the tag {node.tag} is refused; use plain values")
-    if not isinstance(node, yaml.MappingNode):
-        return node.value if isinstance(node, yaml.SequenceNode) else []
-    seen = set()
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise UsageError(f"{_at(key, path)}: a key must be a word")
-        if key.value in seen:
-            raise UsageError(f"{_at(key, path)}: the key {key.value!r} occurs twice; keep one of them")
-        seen.add(key.value)
-    return [value for _, value in node.value]
+    nodes, count = [root], 0
+    while nodes:
+        node, count = nodes.pop(), count + 1
+        if count > MAX_VALUES:
+            raise UsageError(
+                f"{path} has more than {MAX_VALUES} values, with its aliases written out; a value cannot contain itself"
+            )
+        if node.tag not in yaml.SafeLoader.yaml_constructors:
+            raise UsageError(f"{_at(node, path)}: the tag {node.tag} is refused; use plain values")
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise UsageError(f"{_at(key, path)}: a key must be a word")
+                if key.value in seen:
+                    raise UsageError(
+                        f"{_at(key, path)}: the key {key.value!r} occurs twice; keep one of them"
+                    )
+                seen.add(key.value)
+                nodes.append(value)
 
 
 def _at(node: yaml.Node, path: Path) -> str:
     return f"{path}, line {node.start_mark.line + 1}"
 
 
-# ---------------------------------------------------------------------------------------------- from a card
+# ----------------------------------------------------------------------------- from a run, or from a card
+
+
+def expand_run(arguments: list[str], subcommand: str) -> list[str]:
+    """The arguments with the configuration of the run that `--ckpt_path` names, where they name no data themselves."""
+    path, others = take_option(arguments, "--ckpt_path")
+    if path is None or any(argument.partition("=")[0] in (*CONFIG, "--data") for argument in arguments):
+        return arguments
+    root, _ = take_option(arguments, "--trainer.default_root_dir")
+    name, _ = take_option(arguments, "--name")
+    runs = "version_*" if name else "**"
+    checkpoint = locate_checkpoint(path, Path(root or ROOT, name or ""), subcommand, runs)
+    run = run_of(checkpoint) if checkpoint else None
+    if run is None:
+        return arguments
+    config = current_config(run)
+    refuse_classes((config.get("model") or {}).get("model_kwargs"), str(run / "config.yaml"))
+    return ["--config", _as_text(config), *others, "--ckpt_path", str(checkpoint)]
 
 
 def expand_card(arguments: list[str], subcommand: str) -> list[str]:
@@ -178,19 +200,18 @@ def expand_card(arguments: list[str], subcommand: str) -> list[str]:
         checkpoint = find_checkpoint(weights)
     except CheckpointError as error:
         raise UsageError(f"weights: {error}") from error
-    config = {"model": _model(checkpoint), "data": _data(checkpoint.card, pictures)}
-    return [arguments[0], "--config", yaml.safe_dump(config, allow_unicode=True), *arguments[1:]]
-
-
-def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     card = checkpoint.card
     refuse_classes(card.arguments, f"weights: the card of {card.name}")
-    return card.spec.options() | {"weights": str(checkpoint.weights), "optimizer": UNUSED}
+    model = card.spec.options() | {"weights": str(checkpoint.weights), "optimizer": UNUSED}
+    return ["--config", _as_text({"model": model, "data": _data(card, pictures)}), *arguments]
+
+
+def _as_text(config: dict[str, Any]) -> str:
+    return yaml.safe_dump(config, allow_unicode=True)
 
 
 def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
-    data = card.recipe.get("data")
-    kind = str(data.get("class_path")) if isinstance(data, dict) else ""
+    """The data module of images in a folder, or the one of this package that the weights were trained on."""
     if pictures is not None:
         arguments = {
             "folder": pictures,
@@ -201,13 +222,15 @@ def _data(card: Card, pictures: str | None) -> dict[str, Any] | None:
             "crop_pct": card.crop_pct,
         }
         return {"class_path": "ortho_vit.data.UnlabelledImages", "init_args": arguments}
-    return data if kind.startswith("ortho_vit.data.") else None
+    data = card.recipe.get("data")
+    known = isinstance(data, dict) and str(data.get("class_path")).startswith("ortho_vit.data.")
+    return data if known else None
 
 
 def refuse_classes(value: Any, source: str) -> None:
     """Raise UsageError where plain values that came with weights name a class: a parser would build it."""
-    nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     if isinstance(value, dict) and "class_path" in value:
         raise UsageError(f"{source} is refused: among the model's arguments it names {value['class_path']!r}")
+    nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     for item in nested:
         refuse_classes(item, source)

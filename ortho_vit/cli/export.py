@@ -10,7 +10,6 @@ The weights are those that `test` would use, averaged ones where the run average
 import argparse
 import inspect
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,20 +20,13 @@ from torch import Tensor
 
 from ortho_vit.cli.changes import changed, read_changes
 from ortho_vit.cli.entry import program
-from ortho_vit.cli.from_run import ROOT, newest_checkpoint
-from ortho_vit.cli.lightning_cli import options_of
 from ortho_vit.cli.messages import explain
-from ortho_vit.cli.run_folder import config_beside, read_config, read_run
+from ortho_vit.cli.run_folder import ROOT, locate_checkpoint, read_config, read_run
 from ortho_vit.data.augment import to_pixels
 from ortho_vit.errors import UsageError
 from ortho_vit.models import ModelSpec, save_checkpoint
 from ortho_vit.models.card import NAME
-from ortho_vit.models.weights import (
-    check_types,
-    check_weights,
-    export_folder,
-    project_rounded,
-)
+from ortho_vit.models.weights import check_types, check_weights, export_folder, project_rounded
 from ortho_vit.resources import checkpoints_folder
 from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.optimizer import class_at
@@ -54,7 +46,7 @@ DEFAULTS = inspect.signature(L.Trainer).parameters
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(explain(message, options_of(self)))
+        raise UsageError(explain(ValueError(message), self))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -94,12 +86,20 @@ def _mapping(text: str) -> dict[str, str]:
     return {str(key): str(name) for key, name in value.items()}
 
 
+def labelled(results: dict[str, Any]) -> dict[str, str]:
+    """Metrics as rows of a summary."""
+    return {
+        name.replace("/", " ").replace("_", " "): f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        for name, value in results.items()
+    }
+
+
 class Export:
     """The constructor parses and checks; `run` measures the accuracy and writes the weights."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.options = options = parse(arguments)
-        options.ckpt_path = str(newest_checkpoint(options.ckpt_path, Path(ROOT), "export"))
+        options.ckpt_path = str(locate_checkpoint(options.ckpt_path, Path(ROOT), "export", runs="**"))
         self.checkpoint = read_run(options.ckpt_path)
         self.hparams = self.checkpoint["hyper_parameters"]
         self.name = _full_name(options.name, self.hparams["name"].partition(".")[0])
@@ -108,7 +108,7 @@ class Export:
         self.target = self.folder / f"{self.name}.safetensors"
         if self.target.exists() and options.overwrite == "false":
             raise UsageError(f"{self.target} exists already; --overwrite true replaces it")
-        self.config_path = Path(options.config) if options.config else config_beside(options.ckpt_path)
+        self.config_path = Path(options.config) if options.config else _config_beside(options.ckpt_path)
         step = self.checkpoint["global_step"]
         self.changes = [line for line in read_changes(self.config_path.parent) if line["step"] < step]
         self.config = changed(read_config(self.config_path), self.changes)
@@ -121,10 +121,8 @@ class Export:
     def _data(self) -> Any:
         described = self.config["data"]
         arguments = dict(described.get("init_args") or {})
-        if self.options.root:
-            arguments["root"] = self.options.root
-        if self.options.class_names:
-            arguments["class_names"] = self.options.class_names
+        moved = {"root": self.options.root, "class_names": self.options.class_names}
+        arguments |= {name: value for name, value in moved.items() if value}
         try:
             data = class_at(described["class_path"], L.LightningDataModule, "a data module")(**arguments)
         except (TypeError, ValueError) as error:
@@ -139,11 +137,9 @@ class Export:
             devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
             enable_progress_bar=False, callbacks=[StartLines()],
         )  # fmt: skip
-        results = trainer.test(self.model, datamodule=self.data, verbose=False)[0]
-        results = named_for(self.data, dict(results))
-        accuracy = {name: value for name, value in results.items() if "accuracy" in name}
-        asked = self.options.golden_images == "true"
-        pixels, labels = sample(self.data, IMAGES) if asked else (None, [])
+        results = dict(trainer.test(self.model, datamodule=self.data, verbose=False)[0])
+        accuracy = {k: v for k, v in named_for(self.data, results).items() if "accuracy" in k}
+        pixels, labels = sample(self.data, IMAGES) if self.options.golden_images == "true" else (None, [])
         written = save_checkpoint(
             self.model.model,
             self.name,
@@ -163,9 +159,8 @@ class Export:
             folder=self.folder,
             overwrite=True,  # asked for, or nothing was there
         )
-        rows = {name.replace("/", " ").replace("_", " "): f"{value:.2%}" for name, value in accuracy.items()}
-        rows["checkpoint"] = self.options.ckpt_path
-        print(summary(rows | {"weights": str(written), "measure it": self._command()}), flush=True)
+        rows = {"checkpoint": self.options.ckpt_path, "weights": str(written), "measure it": self._command()}
+        print(summary(labelled(accuracy) | rows), flush=True)
 
     def _command(self) -> str:
         """The command that measures the accuracy again: by name in the repository's folder, otherwise by path."""
@@ -183,25 +178,31 @@ class Export:
             del arguments["root"]  # a place on one machine
         on_the_card = {"optimizer", *self.spec.options()}
         model = {k: v for k, v in self.hparams.items() if k not in on_the_card and v is not None}
-        if start := (self.config.get("model") or {}).get(
-            "weights"
-        ):  # the hyper-parameters of a resumed run have none
+        # the hyper-parameters of a resumed run have no weights
+        if start := (self.config.get("model") or {}).get("weights"):
             model["weights"] = Path(start).name
-        recipe = {
+        recipe: dict[str, Any] = {
             "seed_everything": self.config.get("seed_everything"),
             "model": model,
             "data": {"class_path": data["class_path"], "init_args": arguments},
             "trainer": {k: trainer[k] for k in TRAINER if k in trainer and trainer[k] != DEFAULTS[k].default},
             "steps": self.checkpoint["global_step"],
         }
-        changes = [_without_places(line) for line in self.changes]
-        return recipe | ({"changes": changes} if changes else {})
+        if self.changes:
+            places = {"data.root", *(f"data.{name}" for name in PLACES)}
+            recipe["changes"] = [
+                line | {"changes": {k: v for k, v in line["changes"].items() if k not in places}}
+                for line in self.changes
+            ]
+        return recipe
 
 
-def _without_places(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of changes without where the data lies."""
-    places = {"data.root", *(f"data.{name}" for name in PLACES)}
-    return line | {"changes": {key: values for key, values in line["changes"].items() if key not in places}}
+def _config_beside(path: str) -> Path:
+    """The `config.yaml` of a checkpoint: in its folder, or in the one above, where a run keeps it."""
+    for folder in Path(path).absolute().parents[:2]:
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise UsageError(f"no config.yaml in {folder}, beside {path}: give the run's with --config")
 
 
 def _full_name(name: str, architecture: str) -> str:
@@ -232,14 +233,10 @@ def _model(checkpoint: dict[str, Any], path: str) -> Classifier:
 def sample(data: Any, count: int) -> tuple[Tensor, list[int]]:
     """The test set's first image of each class, at most `count` of them, as pixels, and their labels."""
     found: dict[int, Tensor] = {}
-    for image, label in _test_images(data):
-        found.setdefault(label, image)
-        if len(found) == min(count, len(data.classes)):
-            break
-    images = torch.stack(list(found.values()))
-    return to_pixels(images, data.mean, data.std), list(found)
-
-
-def _test_images(data: Any) -> Iterable[tuple[Tensor, int]]:
     for images, labels in data.test_dataloader():
-        yield from zip(images, labels.tolist(), strict=True)
+        for image, label in zip(images, labels.tolist(), strict=True):
+            found.setdefault(label, image)
+        if len(found) >= min(count, len(data.classes)):
+            break
+    shown = list(found)[:count]
+    return to_pixels(torch.stack([found[label] for label in shown]), data.mean, data.std), shown

@@ -1,4 +1,4 @@
-"""A run on disk: a checkpoint, and the configuration that it was trained with beside it."""
+"""A run on disk: its checkpoints, and the configuration that it was trained with beside them."""
 
 import contextlib
 import shutil
@@ -13,6 +13,39 @@ from ortho_vit.errors import CheckpointError, UsageError
 from ortho_vit.models import ModelSpec, find_checkpoint
 from ortho_vit.models.weights import PICKLED, read_checkpoint
 from ortho_vit.training.same_data import stored_classes
+
+ROOT = "runs"  # the trainer's default_root_dir
+
+
+def locate_checkpoint(path: str, folder: Path, subcommand: str, runs: str = "version_*") -> str | None:
+    """The checkpoint that `--ckpt_path` names: a file, that of a run's folder, or `best` or `last` of the newest run.
+
+    The newest run is that of the runs in `folder` whose checkpoint was written last; with `runs="**"` anywhere below it.
+    Of a run's folder, `fit` continues from the last checkpoint; the others evaluate the best, or the last if there was no
+    validation.  None where `fit` may start from the beginning.
+    """
+    newest = path in ("best", "last")
+    if newest:
+        patterns = [f"{runs}/checkpoints/{path}.ckpt"]
+    elif Path(path).is_dir():
+        names = ["last"] if subcommand == "fit" else ["best", "last"]
+        patterns = [f"{below}checkpoints/{name}.ckpt" for name in names for below in ("", "version_*/")]
+        folder = Path(path)
+    else:
+        return path
+    for pattern in patterns:
+        if found := list(folder.glob(pattern)):
+            return str(max(found, key=lambda file: file.stat().st_mtime))
+    if not newest:
+        raise UsageError(
+            f"{path} holds no checkpoints/{names[0]}.ckpt: it is not the folder of a run, or the run failed early"
+        )
+    if subcommand != "fit":
+        raise UsageError(
+            f"no {path}.ckpt below {folder}; give its path, the folder of its run, or --name of the run"
+        )
+    print(f"no {path}.ckpt below {folder} yet: starting from the beginning")
+    return None
 
 
 def read_run(path: str) -> dict[str, Any]:
@@ -57,15 +90,6 @@ def run_of(path: str) -> Path | None:
     """The folder of the run that wrote a checkpoint, if it has its `config.yaml`."""
     run = Path(path).absolute().parent.parent
     return run if (run / "config.yaml").is_file() else None
-
-
-def config_beside(path: str) -> Path:
-    """The `config.yaml` of a checkpoint: in its folder, or in the one above, where a run keeps it."""
-    folders = Path(path).absolute().parent, Path(path).absolute().parent.parent
-    for folder in folders:
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    raise UsageError(f"no config.yaml in {folders[1]}, beside {path}: give the run's with --config")
 
 
 def read_config(path: Path) -> dict[str, Any]:

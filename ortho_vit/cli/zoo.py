@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch import Tensor, nn
 
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Parser
-from ortho_vit.errors import CheckpointError, UsageError
+from ortho_vit.errors import UsageError
 from ortho_vit.files import replacing
 from ortho_vit.models import Checkpoint, find_checkpoint, list_models, load_checkpoint, verify_checkpoint
-from ortho_vit.models.card import GOLDEN_TOLERANCE
 from ortho_vit.training.reporting import as_table, summary
 
 
@@ -41,10 +41,7 @@ class Zoo:
         if name == "onnx":
             parser.add_argument("out", help="the file to write, which ends in .onnx")
             parser.add_argument(
-                "--overwrite",
-                choices=("true", "false"),
-                default="false",
-                help="replace the file if it exists",
+                "--overwrite", choices=("true", "false"), default="false", help="replace the file"
             )
         self.options = parser.parse_args(rest)
 
@@ -57,23 +54,11 @@ def models(options: argparse.Namespace) -> None:
     names = list_models(options.pattern, pretrained=True)
     if not names:
         raise UsageError(f"no weights match {options.pattern!r}; `{program()} models` lists them all")
-    cards = [find_checkpoint(name).card for name in names]
-    rows = [
-        [
-            card.name,
-            str(card.constraint or "none"),
-            card.data,
-            _accuracy(card.accuracy),
-            f"{card.parameters:,}",
-        ]
-        for card in cards
-    ]
+    rows = []
+    for card in (find_checkpoint(name).card for name in names):
+        accuracy = next((f"{value:.2%}" for value in card.accuracy.values()), "")
+        rows.append([card.name, str(card.constraint or "none"), card.data, accuracy, f"{card.parameters:,}"])
     print(as_table(("name", "constraint", "data", "accuracy", "parameters"), rows))
-
-
-def _accuracy(measured: dict[str, float]) -> str:
-    """The first accuracy on a card."""
-    return next((f"{value:.2%}" for value in measured.values()), "")
 
 
 def info(options: argparse.Namespace) -> None:
@@ -81,6 +66,7 @@ def info(options: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(options.name)
     card = checkpoint.card
     n, channels, height, width = card.golden.shape
+    classes = ", ".join(card.classes[:12]) + (", …" if len(card.classes) > 12 else "")
     rows = {
         "name": card.name,
         "weights": str(checkpoint.weights),
@@ -89,7 +75,7 @@ def info(options: argparse.Namespace) -> None:
         "parameters": f"{card.parameters:,}",
         "orthogonality error": f"{card.orthogonality_error:.1e}" if card.constraint else "",
         "data": card.data,
-        "classes": f"{len(card.classes)}: {_shortened(card.classes)}",
+        "classes": f"{len(card.classes)}: {classes}",
         "images": f"{channels}×{height}×{width}, mean {card.mean}, std {card.std}, crop_pct {card.crop_pct:g}",
         "optimizer": _one_line(card.optimizer),
         "accuracy": ", ".join(f"{key} {value:.2%}" for key, value in card.accuracy.items()),
@@ -100,10 +86,6 @@ def info(options: argparse.Namespace) -> None:
         "licence": card.licence,
     }
     print(summary({name: value for name, value in rows.items() if value}))
-
-
-def _shortened(names: list[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def _one_line(values: dict[str, Any]) -> str:
@@ -134,50 +116,32 @@ def onnx(options: argparse.Namespace) -> None:
     if missing:
         raise UsageError(f"onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     checkpoint = find_checkpoint(options.name)
-    with replacing(target) as partial:
-        _stage("1/3 loading the weights")
+    tell = partial(print, file=sys.stderr, flush=True)  # the standard output has the result
+    with replacing(target) as unfinished:
+        tell("1/3 loading the weights")
         model = load_checkpoint(checkpoint)
-        _stage(f"2/3 exporting {checkpoint.card.parameters:,} parameters: 5 to 20 seconds on a CPU")
-        _export(model, checkpoint.card.golden.shape, partial)
-        _stage("3/3 comparing its logits with the card's")
-        line = _check(checkpoint, partial)
+        tell(f"2/3 exporting {checkpoint.card.parameters:,} parameters: 5 to 20 seconds on a CPU")
+        _export(model, checkpoint.card.golden.shape, unfinished)
+        tell("3/3 comparing its logits with the card's")
+        line = _check(checkpoint, unfinished)
     print(f"{checkpoint.card.name} in {target}; {line}")
-
-
-def _stage(text: str) -> None:
-    """Print the progress to the standard error; the standard output has the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _export(model: nn.Module, shape: list[int], path: Path) -> None:
     """Write a model that takes `images` (batch, channels, height, width), normalised, and returns `logits`."""
-    images = torch.zeros(2, *shape[1:])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations
         torch.onnx.export(
-            model.eval(),
-            (images,),
-            path,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
+            model.eval(), (torch.zeros(2, *shape[1:]),), path, input_names=["images"], output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},), dynamo=True, external_data=False, verbose=False,
+        )  # fmt: skip
 
 
 def _check(checkpoint: Checkpoint, path: Path) -> str:
-    """Compare the logits of a file with the card's, and say how much they differ."""
+    """Say how much the logits of a file differ from the card's; CheckpointError if they are not the same."""
     if importlib.util.find_spec("onnxruntime") is None:
         return "not checked: onnxruntime is not installed"
-    session = _Session(path)
-    error = checkpoint.card.golden_error(session)
-    single = session(torch.zeros(1, *checkpoint.card.golden.shape[1:]))
-    if not error <= GOLDEN_TOLERANCE or len(single) != 1:
-        raise CheckpointError(
-            f"{path.name}: its logits differ from the card's by {error:.2g}; nothing was written"
-        )
+    error = checkpoint.card.check_golden(_Session(path))
     return f"onnxruntime computes the card's logits, up to {error:.1e}"
 
 

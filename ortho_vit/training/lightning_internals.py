@@ -1,9 +1,8 @@
 """Every private or undocumented name of Lightning and torch that training uses, one small function each.
 
 A public hook is used wherever there is one; each function says why there is none for it.  The tests of this file run a
-small fit and fail where a new version of a library has changed what a function relies on.  Two kinds live elsewhere: the
-names of LightningCLI in `ortho_vit.cli.lightning_cli`, and `fit_loop.batch_idx` in `ortho_vit.data.datamodule`, which must
-not import this package.
+small fit and fail where a new version of a library has changed what a function relies on.  One name is elsewhere:
+`fit_loop.batch_idx` in `ortho_vit.data.datamodule`, which must not import this package.
 """
 
 from collections.abc import Callable

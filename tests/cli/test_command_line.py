@@ -1,7 +1,6 @@
 """The command line as its users drive it, well and badly."""
 
 import csv
-import os
 import shutil
 import sys
 import tarfile
@@ -18,15 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from ortho_vit.cli import entry
 from ortho_vit.cli.main import main
 from ortho_vit.training import Classifier
-from tests.helpers.command_line import DIGITS, REPOSITORY
-
-pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
-    ),  # Lightning's calls
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-]
+from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot, train
 
 
 @pytest.fixture
@@ -41,15 +32,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder in which a run has been trained, not to be changed."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "digits.yaml").write_text(DIGITS)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        assert main(["--config", "digits.yaml"]) == 0
-    finally:
-        os.chdir(before)
-    return folder
+    return train(tmp_path_factory.mktemp("trained"), DIGITS, "--config run.yaml --name digits")
 
 
 @pytest.fixture
@@ -57,23 +40,6 @@ def run(trained, folder):
     """A copy of the trained run."""
     shutil.copytree(trained / "runs", folder / "runs")
     return Path("runs/digits/version_0")
-
-
-def files_of(folder):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
-def fails(arguments, code, message, capsys):
-    """The command ends with one readable line and this code, and leaves every file as it was."""
-    before = files_of(".")
-    capsys.readouterr()
-    assert main(arguments) == code
-    error = capsys.readouterr().err
-    line = next(line for line in error.splitlines() if line.startswith("error: "))
-    assert error.count("\n") == 1, error
-    assert message in line
-    assert len(line) < 500
-    assert files_of(".") == before
 
 
 # ------------------------------------------------------------------------------------------------------------ well
@@ -104,29 +70,17 @@ def test_a_saved_configuration_runs_again_as_it_is(run, capsys):
 
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
 def test_a_checkpoint_is_evaluated(run, capsys, subcommand):
-    before = files_of(".")
-    arguments = [
-        subcommand,
-        "--config",
-        str(run / "config.yaml"),
-        "--ckpt_path",
-        str(run / "checkpoints/best.ckpt"),
-    ]
-    assert main(arguments) == 0
+    before = snapshot()
+    command = f"{subcommand} --config {run}/config.yaml --ckpt_path {run}/checkpoints/best.ckpt"
+    assert main(command.split()) == 0
     output = capsys.readouterr().out
     assert "accuracy" in output
     assert "orthogonality error" in output
-    assert files_of(".") == before
+    assert snapshot() == before
 
 
 def test_predict_writes_one_line_for_each_image(run, capsys):
-    arguments = [
-        "predict",
-        "--config",
-        str(run / "config.yaml"),
-        "--ckpt_path",
-        str(run / "checkpoints/last.ckpt"),
-    ]
+    arguments = f"predict --config {run}/config.yaml --ckpt_path {run}/checkpoints/last.ckpt".split()
     assert main([*arguments, "--predictions.path", "out/digits.csv"]) == 0
     assert "192 predictions in out/digits.csv" in capsys.readouterr().out
     with open("out/digits.csv") as file:
@@ -134,12 +88,8 @@ def test_predict_writes_one_line_for_each_image(run, capsys):
     assert list(rows[0]) == ["file", "class", "probability"]
     assert len({row["file"] for row in rows}) == 192
     assert all(row["class"] in "0123456789" and 0.1 <= float(row["probability"]) <= 1 for row in rows)
-    fails(
-        [*arguments, "--predictions.path", "out/digits.csv"],
-        1,
-        "is there already; nothing was overwritten",
-        capsys,
-    )
+    again = [*arguments, "--predictions.path", "out/digits.csv"]
+    refused(again, "is there already; nothing was overwritten", capsys, codes=(1,))
     capsys.readouterr()
     assert main([*arguments, "--predictions.path", "-", "--predictions.top_k", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -172,7 +122,7 @@ def test_predictions_are_there_when_they_are_whole(run, monkeypatch, capsys):
     predict_step = Classifier.predict_step
     with monkeypatch.context() as patch:
         patch.setattr(Classifier, "predict_step", fail)
-        fails(arguments, 1, "the disk is full", capsys)
+        refused(arguments, "the disk is full", capsys, codes=(1,))
     assert not Path("predictions.csv").exists()
     assert main(arguments) == 0
     assert len(Path("predictions.csv").read_text().splitlines()) == 193
@@ -204,17 +154,8 @@ def test_last_without_a_run_starts_one(folder, capsys):
 
 def test_fine_tuning_starts_from_the_weights_of_a_run(run):
     weights = run / "checkpoints/last.ckpt"
-    small = [
-        "--trainer.max_steps",
-        "1",
-        "--model.optimizer.lr",
-        "1e-9",
-        "--model.optimizer.stiefel_lr",
-        "0",
-        "--name",
-        "tuned",
-    ]
-    assert main(["--config", "digits.yaml", "--model.weights", str(weights), *small]) == 0
+    small = "--trainer.max_steps 1 --model.optimizer.lr 1e-9 --model.optimizer.stiefel_lr 0 --name tuned"
+    assert main(["--config", "digits.yaml", "--model.weights", str(weights), *small.split()]) == 0
     before, after = (
         torch.load(path, weights_only=True)["state_dict"]
         for path in (weights, "runs/tuned/version_0/checkpoints/last.ckpt")
@@ -315,15 +256,17 @@ def test_a_corrupted_archive_is_refused(folder, capsys):
     content = Path("data/cifar-10-binary.tar.gz").read_bytes()
     Path("data/cifar-10-binary.tar.gz").write_bytes(content[: len(content) // 2])
     arguments = ["--config", "digits.yaml", "--data", "ortho_vit.data.CIFAR10", "--trainer.logger", "false"]
-    fails([*arguments, "--model.name", "ortho_vit_pico"], 1, "cifar-10-binary.tar.gz is damaged", capsys)
+    arguments += ["--model.name", "ortho_vit_pico"]
+    refused(arguments, "cifar-10-binary.tar.gz is damaged", capsys, codes=(1,))
 
 
 def test_a_run_is_not_written_over_another(run, capsys):
     arguments = ["--config", "digits.yaml", "--trainer.logger", "false", "--trainer.limit_train_batches", "1"]
     assert main(arguments) == 0
     assert "tensorboard" not in capsys.readouterr().out
-    fails(arguments, 1, "runs/checkpoints/last.ckpt is there already; nothing was overwritten", capsys)
-    fails(arguments, 1, "or choose another folder: --trainer.default_root_dir", capsys)
+    message = "runs/checkpoints/last.ckpt is there already; nothing was overwritten"
+    line = refused(arguments, message, capsys, codes=(1,))
+    assert "or choose another folder: --trainer.default_root_dir" in line
 
 
 def test_another_logger_writes_its_own_files(folder, capsys):
@@ -353,4 +296,4 @@ def test_a_scheduler_is_chosen_and_resumed_by_its_class(folder, capsys):
         rates = [float(row["lr"]) for row in csv.DictReader(file)]
     assert rates == pytest.approx([1e-2, 1e-3, 1e-4])  # those of the epochs to come
     other = [*options, "--model.scheduler.gamma", "0.5", "--ckpt_path", "last"]
-    fails(other, 2, "scheduler.init_args.gamma was 0.1, now 0.5", capsys)
+    refused(other, "scheduler.init_args.gamma was 0.1, now 0.5", capsys, codes=(2,))

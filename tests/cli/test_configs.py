@@ -9,9 +9,6 @@ from ortho_vit import stiefel_parameters
 from ortho_vit.cli.main import CommandLine
 from ortho_vit.errors import UsageError
 
-# Lightning's
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(path for path in CONFIGS.rglob("*.yaml") if "parts" not in path.parts)
 EXPERIMENTS = [path for path in EXPERIMENTS if "paper" not in path.parts]  # which are tested row by row

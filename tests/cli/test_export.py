@@ -6,7 +6,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,14 +18,9 @@ from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.models import Checkpoint
 from ortho_vit.models.__main__ import catalogue
+from tests.helpers.command_line import REPOSITORY, refused, work_in_copy
+from tests.helpers.image_files import class_folders
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-]
-
-REPOSITORY = Path(__file__).parents[2]
 NAME = "ortho_vit_digits.small"
 DIGITS = """
 model:
@@ -53,36 +47,15 @@ def trained(tmp_path_factory):
 
 
 def export(folder, *options):
-    options = (
-        options
-        if "--ckpt_path" in options
-        else ("--ckpt_path", folder / "run/checkpoints/last.ckpt", *options)
-    )
-    return main(["export", "--folder", f"{folder}/zoo", *map(str, options)])
+    run = () if "--ckpt_path" in options else ("--ckpt_path", f"{folder}/run/checkpoints/last.ckpt")
+    return main(["export", "--folder", f"{folder}/zoo", *run, *options])
 
 
 @pytest.fixture
 def folder(trained, tmp_path, monkeypatch):
     """A copy of it to work in."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", "zoo")
-    return tmp_path
-
-
-def files_of(folder):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
-def refuses(arguments, code, message, capsys):
-    """One readable line, this code, and nothing written."""
-    before = files_of(".")
-    capsys.readouterr()
-    assert main([str(a) for a in arguments]) == code
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
-    assert message in error
-    assert files_of(".") == before
+    return work_in_copy(trained, tmp_path, monkeypatch)
 
 
 # -------------------------------------------------------------------------------------------------------------- export
@@ -172,12 +145,7 @@ def test_a_full_name_another_licence_and_overwriting(folder, capsys):
 
 
 def test_a_place_on_one_machine_is_not_on_the_card(folder):
-    generator = np.random.default_rng(0)
-    for label in ("cat", "dog"):
-        for i in range(6):
-            path = folder / "pictures" / label / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(generator.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
+    class_folders(folder / "pictures")
     data = f"--data ImageFolder --data.root {folder}/pictures --data.image_size 32 --data.val_size 4"
     model = "--model.name ortho_vit_pico --name own --trainer.max_epochs 1 --trainer.default_root_dir runs"
     assert main(["--config", "digits.yaml", *data.split(), *model.split()]) == 0
@@ -227,13 +195,13 @@ def test_what_cannot_be_exported_is_refused_in_one_line(folder, capsys, options,
     Path("cifar.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR10, init_args: {root: gone}}")
     Path("cifar100.yaml").write_text("data: {class_path: ortho_vit.data.CIFAR100}")
     arguments = options.replace("RUN", "run/checkpoints/last.ckpt").split()
-    refuses(["export", "--folder", "zoo", *arguments], code, message, capsys)
+    refused(["export", "--folder", "zoo", *arguments], message, capsys, codes=(code,))
 
 
 def test_a_checkpoint_without_its_configuration_is_refused(folder, capsys):
     Path("run/config.yaml").unlink()
     arguments = ["export", "--ckpt_path", "run/checkpoints/last.ckpt", "--folder", "zoo", "--name", "x"]
-    refuses(arguments, 2, "beside run/checkpoints/last.ckpt: give the run's with --config", capsys)
+    refused(arguments, "beside run/checkpoints/last.ckpt: give the run's with --config", capsys, codes=(2,))
     Path("own.yaml").write_text(yaml.safe_dump({"data": yaml.safe_load(DIGITS)["data"]}))
     assert main([*arguments, "--config", "own.yaml"]) == 0
 
@@ -251,7 +219,7 @@ def test_weights_that_are_no_good_are_refused(folder, capsys, key, change, messa
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"][key] = change(checkpoint["state_dict"][key])
     torch.save(checkpoint, path)
-    refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
+    refused(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], message, capsys, codes=(2,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -282,14 +250,10 @@ def test_integers_among_the_weights_of_a_run_are_refused(folder, capsys):
     message = (
         "run/checkpoints/last.ckpt is refused: its 'model.head.weight' is torch.int64, not torch.float32"
     )
-    refuses(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], 2, message, capsys)
-    refuses(["test", "--config", "run/config.yaml", "--ckpt_path", path], 1, message, capsys)
-    refuses(
-        ["test", "--config", "run/config.yaml", "--model.weights", path],
-        2,
-        message.replace("model.h", "h"),
-        capsys,
-    )
+    refused(["export", "--ckpt_path", path, "--folder", "zoo", "--name", "x"], message, capsys, codes=(2,))
+    refused(["test", "--config", "run/config.yaml", "--ckpt_path", path], message, capsys, codes=(1,))
+    message = message.replace("model.h", "h")
+    refused(["test", "--config", "run/config.yaml", "--model.weights", path], message, capsys, codes=(2,))
 
 
 # ------------------------------------------------------------------------------------- trained weights, by their name
@@ -349,7 +313,7 @@ def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
     ],
 )  # fmt: skip
 def test_a_bad_command_about_weights_ends_in_one_line(folder, capsys, command, code, message):
-    refuses(command.replace("NAME", NAME).split(), code, message, capsys)
+    refused(command.replace("NAME", NAME).split(), message, capsys, codes=(code,))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +324,9 @@ def test_a_card_cannot_name_code_of_elsewhere(folder, capsys, data):
     card = json.loads(path.read_text())
     card["recipe"]["data"] = data
     path.write_text(json.dumps(card))
-    refuses(["test", "--weights", NAME], 2, "no data: give --data, such as ortho_vit.data.Digits", capsys)
+    refused(
+        ["test", "--weights", NAME], "no data: give --data, such as ortho_vit.data.Digits", capsys, codes=(2,)
+    )
     assert main(["test", "--weights", NAME, "--data", "Digits"]) == 0
 
 

@@ -7,13 +7,11 @@ import pytest
 import torch
 import yaml
 
-from ortho_vit.cli.from_run import find_checkpoint, newest_checkpoint
 from ortho_vit.cli.main import main
+from ortho_vit.cli.run_folder import locate_checkpoint
 from ortho_vit.data import Digits
 from ortho_vit.errors import UsageError
 from tests.helpers.command_line import DIGITS, work_in_copy
-
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 
 class Halves(Digits):
@@ -113,7 +111,7 @@ def test_the_folder_of_a_run_without_validation_means_its_last_checkpoint(tmp_pa
     last.parent.mkdir()
     last.touch()
     for subcommand in ("test", "fit"):
-        assert find_checkpoint(str(tmp_path), Path("elsewhere"), subcommand) == str(last)
+        assert locate_checkpoint(str(tmp_path), Path("elsewhere"), subcommand) == str(last)
 
 
 def test_the_newest_checkpoint_counts_not_the_highest_number(tmp_path, capsys):
@@ -123,16 +121,16 @@ def test_the_newest_checkpoint_counts_not_the_highest_number(tmp_path, capsys):
         path.touch()
         os.utime(path, (1000 - age, 1000 - age))
     (tmp_path / "a/version_11").mkdir()
-    assert "a/version_3" in find_checkpoint("best", tmp_path / "a", "test")
-    assert "b/version_0" in newest_checkpoint("best", tmp_path, "test")
+    assert "a/version_3" in locate_checkpoint("best", tmp_path / "a", "test")
+    assert "b/version_0" in locate_checkpoint("best", tmp_path, "test", runs="**")
     with pytest.raises(
         UsageError, match=r"no last.ckpt below .*/a; give its path, the folder of its run, or"
     ):
-        find_checkpoint("last", tmp_path / "a", "test")
-    assert find_checkpoint("last", tmp_path / "a", "fit") is None
+        locate_checkpoint("last", tmp_path / "a", "test")
+    assert locate_checkpoint("last", tmp_path / "a", "fit") is None
     assert "starting from the beginning" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"version_11 holds no checkpoints/best.ckpt: it is not the folder"):
-        find_checkpoint(str(tmp_path / "a/version_11"), tmp_path, "test")
+        locate_checkpoint(str(tmp_path / "a/version_11"), tmp_path, "test")
 
 
 def test_a_configuration_beside_a_checkpoint_cannot_name_code_for_the_model(folder, capsys):

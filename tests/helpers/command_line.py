@@ -1,9 +1,12 @@
-"""What the tests of the command line share: small configurations, and where the repository is."""
+"""What the tests of the command line share: small configurations, commands that are refused, where the repository is."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
+
+from ortho_vit.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = """
@@ -25,3 +28,42 @@ def work_in_copy(trained: Path, folder: Path, patch: pytest.MonkeyPatch) -> Path
     shutil.copytree(trained, folder, dirs_exist_ok=True)
     patch.chdir(folder)
     return folder
+
+
+def train(folder: Path, config: str, *commands: str) -> Path:
+    """Run commands, by default that of a training, in a folder that has `config` as `run.yaml`."""
+    (folder / "run.yaml").write_text(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command in commands or ["--config run.yaml"]:
+            assert main(command.split()) == 0
+    return folder
+
+
+def snapshot(folder: Path | str = ".") -> dict[str, list[object]]:
+    """Everything below a folder: what it is, and for files their size, time and content."""
+    found: dict[str, list[object]] = {}
+    for path in sorted(Path(folder).rglob("*")):
+        status = path.lstat()
+        found[str(path)] = [status.st_mode]
+        if path.is_file() and not path.is_symlink():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            changed = None if path.name == ".lock" else status.st_mtime_ns  # who asks for a lock writes to it
+            found[str(path)] += [status.st_size, changed, digest]
+    return found
+
+
+def refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], codes: tuple[int, ...] = (1, 2)
+) -> str:
+    """The one line with which a command ends, which has `message`; every file is as it was."""
+    before = snapshot()
+    capsys.readouterr()
+    assert main(arguments) in codes
+    error = capsys.readouterr().err
+    assert error.startswith("error: "), error
+    assert error.count("\n") == 1, error
+    assert message in error
+    assert len(error) < 500
+    assert snapshot() == before
+    return error.rstrip("\n")

@@ -1,6 +1,5 @@
 """What training relies on in Lightning and torch beyond their documentation: each fact in one test."""
 
-import inspect
 import signal
 import warnings
 from functools import partial
@@ -9,7 +8,6 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
 from torch.optim.lr_scheduler import LambdaLR
 
 from ortho_vit.optim import StiefelSGD
@@ -200,17 +198,3 @@ def test_a_schedule_may_advance_before_the_first_step_of_its_optimizer():
 
     assert "before `optimizer.step()`" in advance(lambda optimizer: None)[0]  # without it, torch warns
     assert advance(expect_no_first_step) == []
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("_run_subcommand", ["self", "subcommand"]),
-        ("_instantiate_trainer", ["self", "config", "callbacks"]),
-        ("_parse_ckpt_path", ["self"]),
-        ("_parser", ["self", "subcommand"]),
-    ],
-)
-def test_the_methods_that_the_command_line_overrides_are_called(method, parameters):
-    assert list(inspect.signature(getattr(LightningCLI, method)).parameters) == parameters
-    assert f"self.{method}(" in inspect.getsource(LightningCLI)
