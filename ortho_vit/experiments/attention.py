@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ortho_vit.data.augment import normalize
 from ortho_vit.data.decode import SUFFIXES, central_square, decode
 from ortho_vit.experiments.figure import new_figure, save_figure
-from ortho_vit.experiments.result import Result, parse, run_command
+from ortho_vit.experiments.result import Result, run_command
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
 from ortho_vit.models.weights import available
@@ -126,16 +126,13 @@ def plot_gram(models: dict[str, nn.Module], block: int) -> "Figure":
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--weights", default=WEIGHTS, help=f"trained orthonormal (default {WEIGHTS})")
-    parser.add_argument(
-        "--free", help=f"same architecture, trained without a constraint (default {FREE}, if present)"
-    )
-    parser.add_argument(
-        "--image", "--picture", metavar="CLASS|FILE", help="a class on the card, or the file of an image"
-    )
-    parser.add_argument("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
-    parser.add_argument("--output", type=Path, default=Path("results"), help="folder (default results/)")
-    options = parse(parser, arguments)
+    add = parser.add_argument
+    add("--weights", default=WEIGHTS, help=f"trained orthonormal (default {WEIGHTS})")
+    add("--free", help=f"same architecture, trained without a constraint (default {FREE}, if present)")
+    add("--image", "--picture", metavar="CLASS|FILE", help="a class on the card, or the file of an image")
+    add("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
+    add("--output", type=Path, default=Path("results"), help="folder (default results/)")
+    options = parser.parse_args(arguments)
     ours = find_checkpoint(options.weights)
     free = options.free or (FREE if FREE in available() else None)
     torch.manual_seed(0)

@@ -8,8 +8,8 @@ import torch
 
 from ortho_vit import create_model
 from ortho_vit.experiments import finetuning
-from ortho_vit.experiments.finetuning import digits_task, main, markdown, pretrained, train, ways
-from ortho_vit.experiments.result import run_command
+from ortho_vit.experiments.finetuning import digits_task, main, pretrained, train, ways
+from ortho_vit.experiments.result import markdown, run_command
 from ortho_vit.models import save_checkpoint
 
 NAME = "ortho_vit_pico.trial"
