@@ -89,10 +89,8 @@ def plot_attention(card: Card, model: Any, pixels: Tensor) -> "Figure":
 
 def heads_of(model: nn.Module, block: int, part: str) -> Tensor:
     """W^Q or W^K of a block, (heads, d_k, d)."""
-    for projection in find_attention(model)[block].projections:
-        if part in projection.parts:
-            return projection.heads_of(part).detach()
-    raise ValueError(f"block {block} has no projection {part!r}")
+    projections = find_attention(model)[block].projections
+    return next(p for p in projections if part in p.parts).heads_of(part).detach()
 
 
 def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
@@ -101,9 +99,8 @@ def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
     for block in range(len(find_attention(model))):
         row: dict[str, Any] = {"weights": label, "block": block + 1}
         for part in "qk":
-            singular = torch.linalg.svdvals(heads_of(model, block, part).double())  # (heads, d_k)
-            condition = singular[:, 0] / singular[:, -1]
-            row[f"condition of W^{part.upper()}, worst head"] = condition.max().item()
+            conditions = torch.linalg.cond(heads_of(model, block, part).double())  # one per head
+            row[f"condition of W^{part.upper()}, worst head"] = conditions.max().item()
         rows.append(row)
     return rows
 

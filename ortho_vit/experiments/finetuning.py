@@ -27,16 +27,7 @@ from ortho_vit.data import Digits
 from ortho_vit.data.rng import hold_out
 from ortho_vit.experiments import figure as style
 from ortho_vit.experiments.figure import legend_below, new_figure
-from ortho_vit.experiments.result import (
-    Progress,
-    Result,
-    grouped,
-    make_parser,
-    markdown,
-    mean_and_deviation,
-    produce,
-    run_command,
-)
+from ortho_vit.experiments.result import Progress, Result, make_parser, markdown, produce, run_command
 from ortho_vit.experiments.transport import read_mnist
 from ortho_vit.models import create_model, find_checkpoint
 from ortho_vit.optim import StiefelAdam
@@ -197,7 +188,7 @@ def compare(
 
 def row(result: Result, label: str, lr: float, count: int) -> dict[str, Any]:
     """Mean and standard deviation in percent, and how much less than pretrained, seed by seed."""
-    mine, best = (grouped(result.series[name], "images", "accuracy")[count] for name in (label, "pretrained"))
+    mine, best = (result.grouped([name], "images", "accuracy")[count] for name in (label, "pretrained"))
     less = [100 * (b - a) for a, b in zip(mine, best, strict=True)]
     return {
         "training images": count,
@@ -208,12 +199,16 @@ def row(result: Result, label: str, lr: float, count: int) -> dict[str, Any]:
     }
 
 
+def mean_and_deviation(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
 def plot(result: Result) -> "Figure":
     """The mean over seeds as a bar, every seed as a dot."""
     figure, axis = new_figure(1, 1, 4.6)
     width = 0.8 / len(result.series)
-    for i, (label, curve) in enumerate(result.series.items()):
-        by_size = grouped(curve, "images", "accuracy")
+    for i, label in enumerate(result.series):
+        by_size = result.grouped([label], "images", "accuracy")
         for j, accuracies in enumerate(by_size.values()):
             values = [100 * value for value in accuracies]
             place = j + (i - (len(result.series) - 1) / 2) * width

@@ -18,17 +18,8 @@ import torch
 from ortho_vit.errors import DivergedError
 from ortho_vit.experiments import figure as style
 from ortho_vit.experiments.figure import legend_below, new_figure
-from ortho_vit.experiments.finetuning import Task, accuracy, digits_task, fit
-from ortho_vit.experiments.result import (
-    Progress,
-    Result,
-    grouped,
-    make_parser,
-    markdown,
-    mean_and_deviation,
-    produce,
-    run_command,
-)
+from ortho_vit.experiments.finetuning import Task, accuracy, digits_task, fit, mean_and_deviation
+from ortho_vit.experiments.result import Progress, Result, make_parser, markdown, produce, run_command
 from ortho_vit.models import create_model
 from ortho_vit.models.orthogonalize import Constraint
 from ortho_vit.optim import StiefelSGD
@@ -92,8 +83,9 @@ def plot(result: Result) -> "Figure":
     figure, axes = new_figure(1, 2, 3.6, sharey=True)
     for axis, kind in zip(axes, SWEEPS, strict=True):
         for i, constraint in enumerate(CONSTRAINTS):
-            curve = result.series[f"{kind}, {constraint}"]
-            means = {rate: statistics.mean(e) for rate, e in grouped(curve, "rate", "error").items()}
+            label = f"{kind}, {constraint}"
+            curve, by_rate = result.series[label], result.grouped([label], "rate", "error")
+            means = {rate: statistics.mean(errors) for rate, errors in by_rate.items()}
             look = {"color": style.COLOURS[i], "marker": style.MARKERS[i]}
             axis.plot(list(means), list(means.values()), ms=5, label=constraint, **look)
             axis.plot(curve["rate"], curve["error"], ls="", ms=3, alpha=0.4, **look)

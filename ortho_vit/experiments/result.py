@@ -6,10 +6,9 @@ import importlib.metadata
 import json
 import math
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +48,14 @@ class Result:
         curve = self.series.setdefault(label, {column: [] for column in point})
         for column, value in point.items():
             curve[column].append(float(value))
+
+    def grouped(self, labels: Iterable[str], by: str, column: str) -> dict[float, list[float]]:
+        """The values of a column of some curves, grouped by those of another."""
+        groups: dict[float, list[float]] = {}
+        for label in labels:
+            for key, value in zip(self.series[label][by], self.series[label][column], strict=True):
+                groups.setdefault(key, []).append(value)
+        return groups
 
     def thinned(self) -> "Result":
         """The same with long curves cut down to the points a figure can show."""
@@ -97,18 +104,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def grouped(curve: dict[str, list[float]], by: str, column: str) -> dict[float, list[float]]:
-    """The values of a column of a curve, grouped by those of another."""
-    groups: dict[float, list[float]] = {}
-    for key, value in zip(curve[by], curve[column], strict=True):
-        groups.setdefault(key, []).append(value)
-    return groups
-
-
-def mean_and_deviation(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
 
 
 def markdown(table: Sequence[Mapping[str, Any]]) -> str:

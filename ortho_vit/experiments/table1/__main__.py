@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remember(options, plan)
             return run(options, runs)
         print("\n".join(overview(runs)))
-    except (UsageError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

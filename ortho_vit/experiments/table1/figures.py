@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortho_vit.experiments import figure as style
 from ortho_vit.experiments.figure import legend_below, new_figure, save_figure
-from ortho_vit.experiments.result import Result, grouped
+from ortho_vit.experiments.result import Result
 from ortho_vit.experiments.table1 import rows
 from ortho_vit.experiments.table1.compare import common_seed, paired_contrast, summarize
 from ortho_vit.experiments.table1.presets import PRESETS
@@ -89,14 +89,13 @@ def _curve(
     axis: "Axes", result: Result, row: Row, column: str, colour: str | None = None, line: str | None = None
 ) -> None:
     """Draw the mean over the seeds that finished, and their range as a band."""
-    points: dict[str, list[float]] = {"epoch": [], "value": []}
-    for seed in summarize(result, row.name).errors:
-        curve = result.series.get(f"{row.name} {seed}", {})
-        for epoch, value in zip(curve.get("epoch", ()), curve.get(column, ()), strict=False):
-            if not math.isnan(value):
-                points["epoch"].append(epoch)
-                points["value"].append(100 * (1 - value) if "accuracy" in column else value)
-    by_epoch = dict(sorted(grouped(points, "epoch", "value").items()))
+    finished = [f"{row.name} {seed}" for seed in summarize(result, row.name).errors]
+    measured = [label for label in finished if column in result.series.get(label, {})]
+    by_epoch = {}
+    for epoch, numbers in sorted(result.grouped(measured, "epoch", column).items()):
+        shown = [100 * (1 - v) if "accuracy" in column else v for v in numbers if not math.isnan(v)]
+        if shown:
+            by_epoch[epoch] = shown
     if by_epoch:
         epochs, values = list(by_epoch), list(by_epoch.values())
         colour, line = colour or _colour(row), line or LINES[row.constraint]
