@@ -89,7 +89,7 @@ LINES = dict(zip(COLOURS, ("-", "--", "-", "-.", (0, (1, 1))), strict=True))
 Methods = dict[str, tuple[Maker, float]]  # how an optimizer is made, and its learning rate
 
 
-def methods(*rates: float, beta: float = 0.8) -> Methods:
+def methods_at(*rates: float, beta: float = 0.8) -> Methods:
     """The methods, in the order of `COLOURS`, at the learning rates of the paper for one corpus."""
     makers: tuple[Maker, ...] = (
         RGAS,
@@ -101,19 +101,13 @@ def methods(*rates: float, beta: float = 0.8) -> Methods:
     return dict(zip(COLOURS, zip(makers, rates, strict=True), strict=True))
 
 
-IMAGES = methods(8e-4, 0.01, 1e-3, 7e-4, 6e-4)
-WORDS = methods(2.0, 0.08, 2.0, 15.0, 2.0, beta=0.9)
-CUBE = methods(0.05, 0.1, 0.05, 0.05, 0.05)
+IMAGES = methods_at(8e-4, 0.01, 1e-3, 7e-4, 6e-4)
+WORDS = methods_at(2.0, 0.08, 2.0, 15.0, 2.0, beta=0.9)
+CUBE = methods_at(0.05, 0.1, 0.05, 0.05, 0.05)
 
 
 def compare(
-    name: str,
-    corpus: Corpus,
-    methods: Methods,
-    *,
-    reg: float,
-    quick: bool,
-    settings: dict[str, Any],
+    name: str, corpus: Corpus, methods: Methods, *, reg: float, quick: bool, settings: dict[str, Any]
 ) -> Result:
     """The mean value over all pairs after every step, for every method at multiples of its learning rate.
 
@@ -144,9 +138,8 @@ def compare(
         for multiple in multiples:
             curve = run(method, multiple, iterations, f"{multiple:g}")
             at = {f"at {i}": curve[i] for i in (5, 10, 20) if i < iterations}
-            rows.append(
-                {"method": method, "lr": rate * multiple, "multiple": multiple, **at, "last": curve[-1]}
-            )
+            row = {"method": method, "lr": rate * multiple, "multiple": multiple, **at, "last": curve[-1]}
+            rows.append(row)
         best = max(rows, key=lambda row: row["last"])
         long = run(method, best["multiple"], 6 * iterations, "long")[-1]
         result.table += [row | {"long": long if row is best else None} for row in rows]
@@ -170,10 +163,8 @@ def plot_compare(result: Result) -> "Figure":
         axis.set(title=title, xlabel="iteration")
     axes[0].set(ylabel="missing to the largest value, share", ylim=(3e-4, 1.5))
     legend_below(figure, axes[0], 3)
-    figure.suptitle(
-        f"{result.name}: {result.settings['pairs']} pairs, reg {result.settings['reg']:g}, largest value {top:.4g}",
-        fontsize=11,
-    )
+    about = "{pairs} pairs, reg {reg:g}".format(**result.settings)
+    figure.suptitle(f"{result.name}: {about}, largest value {top:.4g}", fontsize=11)
     return figure
 
 
@@ -384,9 +375,8 @@ def plot_hypercube(result: Result) -> "Figure":
     axes[0].axhline(result.settings["exact"], color=style.BLACK, lw=0.8)
     axes[0].set(xlabel="points", ylabel="value (line: exact 4k)")
     axes[1].set(yscale="log", xlabel="points", ylabel="‖UUᵀ − U*U*ᵀ‖ (Frobenius)")
-    figure.suptitle(
-        "Fragmented hypercube: paired samples (filled) and independent ones (hollow)", fontsize=11
-    )
+    title = "Fragmented hypercube: paired samples (filled) and independent ones (hollow)"
+    figure.suptitle(title, fontsize=11)
     for axis in axes:
         axis.set_xticks(range(len(curve["n"])), [f"{n:g}" for n in curve["n"]])
     legend_below(figure, axes[0], 3)

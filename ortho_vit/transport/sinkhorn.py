@@ -143,7 +143,7 @@ def solve(
 def _cold_start(a: Tensor, b: Tensor, M: Tensor, max_sweeps: int) -> tuple[Tensor, int]:
     """Potentials to start from, and the sweeps they took: those of a larger reg, brought down by fours.
 
-    Sinkhorn moves potentials by a few reg a sweep; where the costs span hundreds of reg this is the short way.
+    Sinkhorn moves potentials by a few reg per sweep; where the costs span hundreds of reg this is the short way.
     """
     low, high = (end.item() for end in M.aminmax())
     psi, sweeps, heat = torch.zeros_like(b), 0, (high - low) / 50

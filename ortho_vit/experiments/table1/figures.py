@@ -113,7 +113,7 @@ def errors(result: Result) -> "Figure":
     figure, axis = new_figure(1, 1, 1.2 + 0.28 * len(names))
     for height, name in enumerate(reversed(names)):
         summary, colour = summarize(result, name), _colour(ROWS[name])
-        axis.plot(list(summary.errors.values()), [height] * len(summary.errors), "o", color=colour, alpha=0.6)
+        axis.plot(summary.values, [height] * summary.n, "o", color=colour, alpha=0.6)
         axis.plot(summary.mean or 0.0, height, "|", ms=16, color=colour)
     axis.set_yticks(range(len(names)), [ROWS[name].label for name in reversed(names)])
     axis.set_ylim(-0.7, len(names) - 0.3)

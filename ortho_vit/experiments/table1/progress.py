@@ -40,17 +40,16 @@ def remaining(runs: Sequence[Run], states: Sequence[str]) -> float | None:
 
     None before the first step, and when nothing runs.
     """
-    seconds = steps = todo = 0.0
-    length = 0
+    seconds = steps = longest = todo = 0.0
     for run, state in zip(runs, states, strict=True):
-        progress = None if state == "waiting" else run.progress
+        progress = run.progress if state != "waiting" else None
         if progress:
             seconds, steps = seconds + progress["seconds"], steps + progress["step"]
-            length = max(length, progress["steps"])
+            longest = max(longest, progress["steps"])
         if state not in ("finished", "diverged"):
             todo += 1 - (progress["step"] / progress["steps"] if progress else 0)
     running = states.count("running")
-    return todo * length * seconds / steps / running if steps and running else None
+    return todo * longest * seconds / steps / running if steps and running else None
 
 
 class Display:

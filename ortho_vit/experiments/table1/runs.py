@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -77,7 +77,7 @@ class Run:
     seed: int
     folder: Path
     arguments: tuple[str, ...]
-    machine: tuple[str, ...] = field(default=(), compare=False)
+    machine: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ortho_vit.errors import UsageError
 from ortho_vit.experiments.result import Result, duration, markdown
 from ortho_vit.experiments.table1 import compare, rows
-from ortho_vit.experiments.table1.compare import Difference, Summary, difference, summarize
+from ortho_vit.experiments.table1.compare import Difference, Sample, Summary, difference, summarize
 from ortho_vit.experiments.table1.figures import available
 from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.rows import CONTRASTED, CONTROLS, GROUPS, ROWS, at_rate
@@ -222,7 +222,7 @@ def one_seed_table(result: Result, names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------- cells
 
 
-def _spread(sample: Summary | Difference, sign: str = "") -> str:
+def _spread(sample: Sample, sign: str = "") -> str:
     """Mean and standard deviation; `sign` "+" shows the sign of the mean."""
     if sample.mean is None:
         return "–"
