@@ -389,17 +389,16 @@ def plot_hypercube(result: Result) -> "Figure":
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("transport", __doc__)
     parser.add_argument("corpus", choices=("digits", "mnist", "shakespeare", "hypercube"))
-    data, texts = (
-        "mnist: folder that has MNIST/raw (default data/)",
-        "shakespeare: folder of .txt files (default texts/)",
-    )
-    parser.add_argument("--data", type=Path, default=Path("data"), help=data)
-    parser.add_argument("--texts", type=Path, default=Path("texts"), help=texts)
+    parser.add_argument("--data", type=Path, help="mnist: folder that has MNIST/raw (default data/)")
+    parser.add_argument("--texts", type=Path, help="shakespeare: folder of .txt files (default texts/)")
     options = parser.parse_args(arguments)
+    for option, corpus in (("data", "mnist"), ("texts", "shakespeare")):
+        if getattr(options, option) and options.corpus != corpus:
+            parser.error(f"--{option} is an option of {corpus}, not of {options.corpus}")
     experiments: dict[str, Callable[..., Result]] = {
         "digits": digits,
-        "mnist": partial(mnist, options.data),
-        "shakespeare": partial(shakespeare, options.texts),
+        "mnist": partial(mnist, options.data or Path("data")),
+        "shakespeare": partial(shakespeare, options.texts or Path("texts")),
         "hypercube": hypercube,
     }
     run = partial(experiments[options.corpus], seed=options.seed, quick=options.quick)

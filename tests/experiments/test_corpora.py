@@ -145,11 +145,20 @@ def test_missing_gensim_is_one_line(
     assert "word vectors need gensim: pip install" in fails(capsys, "shakespeare", "--texts", str(plays))
 
 
-def test_an_unknown_corpus_is_named(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sonnets"], "invalid choice: 'sonnets'"),
+        (["digits", "--texts", "plays"], "--texts is an option of shakespeare, not of digits"),
+    ],
+)
+def test_a_wrong_corpus_or_option_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        transport.main(["sonnets"])
+        transport.main(arguments)
     assert stop.value.code == 2
-    assert "invalid choice: 'sonnets'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_line_as_a_user_types_it(tmp_path: Path) -> None:
