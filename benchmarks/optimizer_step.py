@@ -20,7 +20,9 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch is imported: no chatter from its profiler
@@ -40,21 +42,22 @@ LAYERS, D = 7, 384
 BLOCKS = {"within": 24, "across": 2}
 
 
+@dataclass
 class Contestant:
     """Something with parameters, gradients and a step to be timed."""
 
-    def __init__(
-        self,
-        name: str,
-        parameters: list[Tensor],
-        step: Callable[[], object],
-        frames: Callable[[], list[Tensor]],
-    ):
-        self.name, self.parameters, self.step, self.frames = name, parameters, step, frames
+    name: str
+    parameters: Sequence[Tensor]
+    step: Callable[[], object]
+    frames: Callable[[], Sequence[Tensor]]  # the orthonormal matrices
+    other_gradients: Sequence[Tensor] = ()  # of what is not a parameter
+    slow: bool = False  # seconds per step: few of them are timed
 
     def set_gradients(self, scale: float) -> None:
         for p in self.parameters:
             p.grad = torch.randn_like(p).mul_(scale)
+        for gradient in self.other_gradients:
+            gradient.normal_(0, scale)
 
     def error(self) -> float:
         return max((orthogonality_error(x) for x in self.frames()), default=float("nan"))
@@ -69,12 +72,12 @@ def fused(blocks: int) -> list[StiefelParameter]:
 
 def ours(name: str, make: Callable, blocks: int) -> Contestant:
     parameters = fused(blocks)
-    return Contestant(name, list(parameters), make(parameters).step, lambda: list(parameters))
+    return Contestant(name, parameters, make(parameters).step, lambda: parameters)
 
 
 def torch_floor(name: str, make: Callable, blocks: int) -> Contestant:
     parameters = [nn.Parameter(p.detach().clone()) for p in fused(blocks)]
-    return Contestant(name, list(parameters), make(parameters).step, list)
+    return Contestant(name, parameters, make(parameters).step, list)
 
 
 def separate(blocks: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -166,39 +169,26 @@ def parametrized(blocks: int) -> Contestant:
         torch.autograd.backward(weights, gradients)
         optimizer.step()
 
-    contestant = Contestant(
-        "parametrizations.orthogonal", list(V), step, lambda: [m.weight.detach() for m in layers]
-    )
-    draw = contestant.set_gradients
-
-    def set_gradients(scale: float) -> None:
-        draw(scale)
-        for g in gradients:
-            g.normal_(0, scale)
-
-    contestant.set_gradients = set_gradients  # type: ignore[method-assign]
-    return contestant
+    name, frames_now = "parametrizations.orthogonal", lambda: [layer.weight.detach() for layer in layers]
+    return Contestant(name, V, step, frames_now, gradients, slow=True)
 
 
 def contestants(mode: str) -> list[Contestant]:
     blocks = BLOCKS[mode]
+    stiefel: dict[str, Callable] = {
+        "StiefelSGD": partial(StiefelSGD, lr=0.1),
+        "StiefelAdam": partial(StiefelAdam, lr=1e-3),
+        "StiefelSGD, integrator paper": partial(StiefelSGD, lr=0.1, integrator="paper"),
+        "StiefelSGD, foreach": partial(StiefelSGD, lr=0.1, foreach=True),
+        "StiefelAdam, foreach": partial(StiefelAdam, lr=1e-3, foreach=True),
+        "StiefelSGD, capturable": partial(StiefelSGD, lr=0.1, foreach=True, capturable=True),
+        "StiefelAdam, capturable": partial(StiefelAdam, lr=1e-3, foreach=True, capturable=True),
+    }
     made = [
-        ours("StiefelSGD", lambda p: StiefelSGD(p, lr=0.1), blocks),
-        ours("StiefelAdam", lambda p: StiefelAdam(p, lr=1e-3), blocks),
-        ours("StiefelSGD, integrator paper", lambda p: StiefelSGD(p, lr=0.1, integrator="paper"), blocks),
-        ours("StiefelSGD, foreach", lambda p: StiefelSGD(p, lr=0.1, foreach=True), blocks),
-        ours("StiefelAdam, foreach", lambda p: StiefelAdam(p, lr=1e-3, foreach=True), blocks),
-        ours(
-            "StiefelSGD, capturable", lambda p: StiefelSGD(p, lr=0.1, foreach=True, capturable=True), blocks
-        ),
-        ours(
-            "StiefelAdam, capturable",
-            lambda p: StiefelAdam(p, lr=1e-3, foreach=True, capturable=True),
-            blocks,
-        ),
+        *(ours(name, make, blocks) for name, make in stiefel.items()),
         transcription(blocks),
-        torch_floor("torch SGD (no constraint)", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), blocks),
-        torch_floor("torch AdamW (no constraint)", lambda p: torch.optim.AdamW(p, lr=1e-3), blocks),
+        torch_floor("torch SGD (no constraint)", partial(torch.optim.SGD, lr=0.1, momentum=0.9), blocks),
+        torch_floor("torch AdamW (no constraint)", partial(torch.optim.AdamW, lr=1e-3), blocks),
         parametrized(blocks),
     ]
     try:
@@ -214,17 +204,15 @@ def contestants(mode: str) -> list[Contestant]:
     return made
 
 
+HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+
+
 class OpCounter(TorchDispatchMode):
     count = reads = 0  # operators, and looks at a value from the host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
-        self.reads += func.overloadpacket.__name__ in (
-            "_local_scalar_dense",
-            "nonzero",
-            "is_nonzero",
-            "equal",
-        )
+        self.reads += func.overloadpacket.__name__ in HOST_READS
         return func(*args, **(kwargs or {}))
 
 
@@ -302,8 +290,8 @@ def measure(mode: str, rounds: int, steps: int, scale: float) -> list[dict]:
     times: dict[str, list[float]] = {c.name: [] for c in field}
     for i in range(rounds):
         for contestant in field:
-            if "parametrizations" in contestant.name and i >= 3:
-                continue  # it takes seconds per step
+            if contestant.slow and i >= 3:
+                continue
             contestant.set_gradients(scale)
             start = time.process_time()
             contestant.step()
@@ -313,14 +301,12 @@ def measure(mode: str, rounds: int, steps: int, scale: float) -> list[dict]:
         ops, reads, flops = ops_and_flops(c, scale)
         memory = peak_extra_memory(c, scale)
         ms = 1e3 * statistics.median(times[c.name])
-        if "parametrizations" not in c.name:  # orthogonal by construction, and too slow to wait for
+        if not c.slow:
             for _ in range(steps - rounds):
                 c.set_gradients(scale)
                 c.step()
-        rows.append(
-            {"name": c.name, "ms": ms, "error": c.error(), "ops": ops, "reads": reads, "gflop": flops / 1e9}
-            | {"memory": memory}
-        )
+        row = {"name": c.name, "ms": ms, "error": c.error(), "ops": ops, "reads": reads, "gflop": flops / 1e9}
+        rows.append(row | {"memory": memory})
     return rows
 
 

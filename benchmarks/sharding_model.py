@@ -48,11 +48,8 @@ class Work:
 
 def work(name: str, mode: str) -> Work:
     layers, width, heads = VITS[name]
-    return (
-        Work(mode, 2 * layers, width, width)
-        if mode == "across"
-        else Work(mode, 2 * layers * heads, width // heads, width)
-    )
+    heads = heads if mode == "within" else 1
+    return Work(mode, 2 * layers * heads, width // heads, width)
 
 
 def whole(work: Work, on: Machine, blocks: int | None = None) -> float:
@@ -71,17 +68,15 @@ def shared(work: Work, ranks: int, on: Machine) -> float:
 
 def table(on: Machine) -> str:
     head = ["model", "mode", "blocks", "MB", "GFLOP", "whole, ms", *(f"{r} ranks" for r in RANKS)]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = [head, ["---"] * len(head)]
     for name in VITS:
         for mode in LAUNCHES:
             w = work(name, mode)
             alone = whole(w, on)
             cells = [f"{t:.1f} ({alone / t:.1f}×)" for t in (shared(w, r, on) for r in RANKS)]
             shape = [name, mode, f"{w.blocks} of {w.m}×{w.n}", f"{w.blocks * w.bytes / 1e6:.0f}"]
-            lines.append(
-                "| " + " | ".join([*shape, f"{w.blocks * w.flops / 1e9:.0f}", f"{alone:.1f}", *cells]) + " |"
-            )
-    return "\n".join(lines)
+            lines.append([*shape, f"{w.blocks * w.flops / 1e9:.0f}", f"{alone:.1f}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

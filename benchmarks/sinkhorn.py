@@ -67,12 +67,9 @@ def main() -> None:
     a, C = problem(options.size)
     names = solvers()
     version = "none" if ot is None else ot.__version__
-    print(
-        f"torch {torch.__version__}, POT {version}, {platform.machine()}, {torch.get_num_threads()} thread(s)"
-    )
-    print(
-        f"{options.size} × {options.size}, float64, tolerance {options.tolerance:g}, {options.rounds} rounds"
-    )
+    threads, size = torch.get_num_threads(), options.size
+    print(f"torch {torch.__version__}, POT {version}, {platform.machine()}, {threads} thread(s)")
+    print(f"{size} × {size}, float64, tolerance {options.tolerance:g}, {options.rounds} rounds")
     for reg in (0.05, 0.01, 0.005):
         times: dict[str, list[float]] = {name: [] for name in names}
         errors: dict[str, float] = {}

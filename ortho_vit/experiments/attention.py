@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ortho_vit.data.augment import normalize
 from ortho_vit.data.decode import SUFFIXES, central_square, decode
 from ortho_vit.experiments.figure import new_figure, save_figure
-from ortho_vit.experiments.result import Result, parse, run_command
+from ortho_vit.experiments.result import Result, run_command
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
 from ortho_vit.models.weights import available
@@ -89,10 +89,8 @@ def plot_attention(card: Card, model: Any, pixels: Tensor) -> "Figure":
 
 def heads_of(model: nn.Module, block: int, part: str) -> Tensor:
     """W^Q or W^K of a block, (heads, d_k, d)."""
-    for projection in find_attention(model)[block].projections:
-        if part in projection.parts:
-            return projection.heads_of(part).detach()
-    raise ValueError(f"block {block} has no projection {part!r}")
+    projections = find_attention(model)[block].projections
+    return next(p for p in projections if part in p.parts).heads_of(part).detach()
 
 
 def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
@@ -101,9 +99,8 @@ def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
     for block in range(len(find_attention(model))):
         row: dict[str, Any] = {"weights": label, "block": block + 1}
         for part in "qk":
-            singular = torch.linalg.svdvals(heads_of(model, block, part).double())  # (heads, d_k)
-            condition = singular[:, 0] / singular[:, -1]
-            row[f"condition of W^{part.upper()}, worst head"] = condition.max().item()
+            conditions = torch.linalg.cond(heads_of(model, block, part).double())  # one per head
+            row[f"condition of W^{part.upper()}, worst head"] = conditions.max().item()
         rows.append(row)
     return rows
 
@@ -126,16 +123,13 @@ def plot_gram(models: dict[str, nn.Module], block: int) -> "Figure":
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--weights", default=WEIGHTS, help=f"trained orthonormal (default {WEIGHTS})")
-    parser.add_argument(
-        "--free", help=f"same architecture, trained without a constraint (default {FREE}, if present)"
-    )
-    parser.add_argument(
-        "--image", "--picture", metavar="CLASS|FILE", help="a class on the card, or the file of an image"
-    )
-    parser.add_argument("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
-    parser.add_argument("--output", type=Path, default=Path("results"), help="folder (default results/)")
-    options = parse(parser, arguments)
+    add = parser.add_argument
+    add("--weights", default=WEIGHTS, help=f"trained orthonormal (default {WEIGHTS})")
+    add("--free", help=f"same architecture, trained without a constraint (default {FREE}, if present)")
+    add("--image", "--picture", metavar="CLASS|FILE", help="a class on the card, or the file of an image")
+    add("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
+    add("--output", type=Path, default=Path("results"), help="folder (default results/)")
+    options = parser.parse_args(arguments)
     ours = find_checkpoint(options.weights)
     free = options.free or (FREE if FREE in available() else None)
     torch.manual_seed(0)

@@ -11,13 +11,12 @@ N = diag(m, …, 1)/m is Brockett's cost, where they do; its optimum is Σ Nᵢ 
 FIGURE is fig-convergence, fig-metrics, fig-manifold, fig-retraction, fig-learning-rate, fig-time or all.
 """
 
-import argparse
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 from ortho_vit.errors import DivergedError
 from ortho_vit.experiments import figure as style
 from ortho_vit.experiments.figure import legend_below, new_figure, staggered
-from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
+from ortho_vit.experiments.result import Progress, Result, make_parser, produce, run_command
 from ortho_vit.optim import MomentumlessStiefelSGD, ProjectedStiefelSGD, StiefelAdam, StiefelSGD
 from ortho_vit.parameter import StiefelParameter
 from ortho_vit.stiefel import orthogonality_error, polar, project_tangent, random_stiefel
@@ -48,7 +47,7 @@ class Problem:
 
     A: Tensor  # (n, n), symmetric
     N: Tensor  # (m,)
-    start: Tensor  # (n, m)
+    start: Tensor  # (n, m); its precision is that of the iterates
     optimum: float
 
     @classmethod
@@ -58,16 +57,10 @@ class Problem:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
         A = (noise + noise.mT) / (2 * math.sqrt(n))
-        N = torch.ones(m, dtype=torch.float64)
-        if brockett:
-            N = torch.arange(m, 0, -1, dtype=torch.float64) / m
+        N = torch.arange(m, 0, -1, dtype=torch.float64) / m if brockett else torch.ones(m).double()
         leading = torch.linalg.eigvalsh(A).flip(0)[:m]
         start = random_stiefel(n, m, dtype=torch.float64, generator=generator)
         return cls(A, N, start, float(leading @ N))
-
-    @cached_property
-    def A_single(self) -> Tensor:
-        return self.A.float()
 
     def evaluate(self, X: Tensor) -> tuple[float, Tensor]:
         """|f(X) − f*| in float64, above the optimum too; and the gradient, in the precision of X."""
@@ -77,6 +70,10 @@ class Problem:
         if X.dtype == torch.float32:
             AX = self.A_single @ X
         return error, 2 * AX * self.N.to(X.dtype)
+
+    @cached_property
+    def A_single(self) -> Tensor:
+        return self.A.float()
 
 
 @dataclass
@@ -90,32 +87,20 @@ class Run:
     def first_below(self, threshold: float) -> int | None:
         return next((i for i, error in enumerate(self.errors) if error < threshold), None)
 
-    def columns(self) -> dict[str, list[float]]:
-        iteration = [float(i) for i in range(len(self.errors))]
-        return {"iteration": iteration, "error": self.errors, "deviation": self.deviations}
-
 
 def maximize(
-    problem: Problem,
-    factory: Factory,
-    iterations: int,
-    *,
-    dtype: torch.dtype = torch.float64,
-    stop_below: float = 0.0,
-    deviations: bool = True,
+    problem: Problem, factory: Factory, iterations: int, *, stop_below: float = 0.0, deviations: bool = True
 ) -> Run:
     """Ascend from the problem's start until `iterations`, an error below `stop_below`, or a number that is not finite."""
-    parameter = StiefelParameter(problem.start.to(dtype, copy=True))
+    parameter = StiefelParameter(problem.start.clone())
     optimizer = factory([parameter])
     run = Run([], [])
     for step in range(iterations + 1):
         error, gradient = problem.evaluate(parameter.detach())
         run.errors.append(error)
         run.deviations.append(orthogonality_error(parameter) if deviations else math.nan)
-        if not math.isfinite(error):
-            run.overflowed = True
-            break
-        if step == iterations or error < stop_below:
+        run.overflowed = not math.isfinite(error)
+        if run.overflowed or step == iterations or error < stop_below:
             break
         parameter.grad = -gradient
         try:
@@ -126,14 +111,40 @@ def maximize(
     return run
 
 
-def record(result: Result, label: str, run: Run, **extra: Any) -> None:
+def record(result: Result, label: str, run: Run) -> None:
     """Add a curve, and its row: iterations to reach an error, the last error, the largest deviation."""
-    result.series[label] = run.columns()
-    reached = {f"to {threshold:g}": run.first_below(threshold) for threshold in (1e-2, 1e-4, 1e-6)}
-    last = {"iterations": len(run.errors) - 1, "best error": min(run.errors), "last error": run.errors[-1]}
+    iterations = list(map(float, range(len(run.errors))))
+    result.series[label] = {"iteration": iterations, "error": run.errors, "deviation": run.deviations}
     result.table.append(
-        {"method": label, **extra, **reached, **last, "largest deviation": max(run.deviations)}
+        {
+            "method": label,
+            **{f"to {threshold:g}": run.first_below(threshold) for threshold in (1e-2, 1e-4, 1e-6)},
+            "iterations": len(run.errors) - 1,
+            "best error": min(run.errors),
+            "last error": run.errors[-1],
+            "largest deviation": max(run.deviations),
+        }
     )
+
+
+def compare(name: str, methods: Mapping[str, Factory], n: int, m: int, iterations: int, seed: int) -> Result:
+    """Every method on one problem."""
+    result = Result(name, {"n": n, "m": m, "iterations": iterations, "seed": seed})
+    problem = Problem.random(n, m, seed=seed)
+    progress = Progress(len(methods))
+    for label, factory in methods.items():
+        with progress.part(f"{name}: {label}"):
+            record(result, label, maximize(problem, factory, iterations))
+    return result
+
+
+def draw(axes: Iterable["Axes"], curve: dict[str, list[float]], **look: Any) -> None:
+    """Draw the error of a run and, on a second axis, its deviation.
+
+    A logarithmic axis has no zero: values below rounding are drawn at 1e-15.
+    """
+    for axis, key in zip(axes, ("error", "deviation"), strict=False):
+        axis.semilogy(curve["iteration"], [max(value, 1e-15) for value in curve[key]], **look)
 
 
 # ---- the methods, at the paper's learning rates ----------------------------------------------------
@@ -169,9 +180,10 @@ def convergence(*, seed: int = 0, quick: bool = False) -> Result:
     result.settings["optimum"] = problem.optimum
     progress = Progress(len(DTYPES) * len(METHODS))
     for precision, dtype in DTYPES.items():
+        in_precision = replace(problem, start=problem.start.to(dtype))
         for method, factory in METHODS.items():
             with progress.part(f"convergence: {method}, {precision}"):
-                run = maximize(problem, factory, iterations, dtype=dtype)
+                run = maximize(in_precision, factory, iterations)
             record(result, f"{method} | {precision}", run)
     return result
 
@@ -180,9 +192,7 @@ def plot_convergence(result: Result) -> "Figure":
     figure, axes = new_figure(2, 2, 6.8, sharex=True, sharey="row")
     for column, precision in enumerate(DTYPES):
         for method, look in STYLES.items():
-            curve = result.series[f"{method} | {precision}"]
-            for row, key in enumerate(("error", "deviation")):
-                axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), label=method, **look)
+            draw(axes[:, column], result.series[f"{method} | {precision}"], label=method, **look)
         axes[0][column].set(title=precision)
         axes[1][column].set(xlabel="iteration", xlim=(0, min(2500, result.settings["iterations"])))
     axes[0][0].set(ylabel="error |f(X) − f*|")
@@ -200,7 +210,7 @@ def metrics(*, seed: int = 0, quick: bool = False) -> Result:
     sizes = {"eigenvalues": (40, 3, 10), "brockett": (20, 3, 10)}
     if not quick:
         sizes = {"eigenvalues": (500, 10, 1500), "brockett": (60, 6, 1500)}
-    rates: dict[tuple[str, str], Callable[..., Optimizer]] = {
+    rates: dict[tuple[str, str], Factory] = {
         ("eigenvalues", "SGD"): partial(StiefelSGD, lr=0.1, momentum=0.9),
         ("eigenvalues", "Adam"): partial(StiefelAdam, lr=1e-3),
         ("brockett", "SGD"): partial(StiefelSGD, lr=0.1, momentum=0.9),
@@ -232,8 +242,7 @@ def plot_metrics(result: Result) -> "Figure":
             axis = axes[("eigenvalues", "brockett").index(cost)][("SGD", "Adam").index(family)]
             number = 2 * exponentials.index(expm) + list(colours).index(metric)
             filled = {"color": colours[metric], "mfc": "white" if metric == "euclidean" else None}
-            y, look = _floor(curve["error"]), filled | staggered(number, 6)
-            axis.semilogy(curve["iteration"], y, lw=0.9, label=f"{metric}, {expm}", **look)
+            draw([axis], curve, lw=0.9, label=f"{metric}, {expm}", **filled, **staggered(number, 6))
     for row, title in enumerate(("leading eigenvalues (Z = 0)", "Brockett's cost (Z ≠ 0)")):
         for column, family in enumerate(("SGD", "Adam")):
             axes[row][column].set(title=f"Stiefel{family}, {title}", ylim=(2e-16, None))
@@ -249,19 +258,15 @@ def plot_metrics(result: Result) -> "Figure":
 
 def manifold(*, seed: int = 0, quick: bool = False) -> Result:
     """Fewer Cayley loops, rarer QR, fewer polar iterations: the error they leave."""
-    n, m, iterations = (40, 3, 20) if quick else (500, 10, 1500)
-    result = Result("manifold", {"n": n, "m": m, "iterations": iterations, "seed": seed})
     projected = partial(ProjectedStiefelSGD, lr=0.2, momentum=0.9)
     stiefel = partial(StiefelSGD, lr=0.1, momentum=0.9, integrator="paper")
-    loops = {f"loops | s = {s}": partial(projected, cayley_steps=s, qr_every=None) for s in (1, 2, 4, 8, 16)}
-    rest = {f"QR | {e or 'never'}": partial(projected, qr_every=e) for e in (1, 10, 100, None)}
-    inner = {f"polar | {i}": partial(stiefel, inner_steps=i) for i in (1, 2, 4, 8)}
-    problem = Problem.random(n, m, seed=seed)
-    progress = Progress(len(loops | rest | inner))
-    for label, factory in (loops | rest | inner).items():
-        with progress.part(f"manifold: {label}"):
-            record(result, label, maximize(problem, factory, iterations))
-    return result
+    methods: dict[str, Factory] = {
+        f"loops | s = {s}": partial(projected, cayley_steps=s, qr_every=None) for s in (1, 2, 4, 8, 16)
+    }
+    methods |= {f"QR | {e or 'never'}": partial(projected, qr_every=e) for e in (1, 10, 100, None)}
+    methods |= {f"polar | {i}": partial(stiefel, inner_steps=i) for i in (1, 2, 4, 8)}
+    size = (40, 3, 20) if quick else (500, 10, 1500)
+    return compare("manifold", methods, *size, seed)
 
 
 def plot_manifold(result: Result) -> "Figure":
@@ -275,9 +280,8 @@ def plot_manifold(result: Result) -> "Figure":
     for column, (kind, title) in enumerate(panels.items()):
         curves = {k: v for k, v in result.series.items() if k.startswith(f"{kind} |")}
         for number, (label, curve) in enumerate(curves.items()):
-            look = {"lw": 1.1, "label": label.split(" | ")[1]} | staggered(number, len(curves))
-            for row, key in enumerate(("error", "deviation")):
-                axes[row][column].semilogy(curve["iteration"], _floor(curve[key]), **look)
+            look = staggered(number, len(curves))
+            draw(axes[:, column], curve, lw=1.1, label=label.split(" | ")[1], **look)
         axes[0][column].set_title(title, fontsize=9)
         axes[1][column].legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.19), labelspacing=0.2)
         axes[1][column].set(xlabel="iteration")
@@ -315,8 +319,6 @@ class PolarProjectedSGD(Optimizer):
 
 def retraction(*, seed: int = 0, quick: bool = False) -> Result:
     """The cheap retraction outside the method it was made for."""
-    n, m, iterations = (40, 3, 20) if quick else (1000, 10, 1500)
-    result = Result("retraction", {"n": n, "m": m, "iterations": iterations, "seed": seed})
     names = ("StiefelSGD", "ProjectedStiefelSGD", "ProjectedStiefelSGD, μ = 0")
     variant = partial(PolarProjectedSGD, momentum=0.9)
     methods: dict[str, Factory] = {
@@ -325,12 +327,8 @@ def retraction(*, seed: int = 0, quick: bool = False) -> Result:
         "polar, momentum untouched, lr 1": partial(variant, lr=1.0),
         "polar, momentum projected, lr 0.2": partial(variant, lr=0.2, project=True),
     }
-    problem = Problem.random(n, m, seed=seed)
-    progress = Progress(len(methods))
-    for label, factory in methods.items():
-        with progress.part(f"retraction: {label}"):
-            record(result, label, maximize(problem, factory, iterations))
-    return result
+    size = (40, 3, 20) if quick else (1000, 10, 1500)
+    return compare("retraction", methods, *size, seed)
 
 
 def plot_retraction(result: Result) -> "Figure":
@@ -338,9 +336,7 @@ def plot_retraction(result: Result) -> "Figure":
     wide = {"color": style.GREY, "lw": 3.5, "alpha": 0.45}  # another lies on it
     others = iter((wide, {"color": style.BLACK, "ls": "--"}, {"color": style.SKY}))
     for label, curve in result.series.items():
-        look = STYLES.get(label) or next(others)
-        for axis, key in zip(axes, ("error", "deviation"), strict=True):
-            axis.semilogy(curve["iteration"], _floor(curve[key]), label=label, **look)
+        draw(axes, curve, label=label, **(STYLES.get(label) or next(others)))
     axes[0].set(xlabel="iteration", ylabel="error |f(X) − f*|")
     axes[1].set(xlabel="iteration", ylabel="max |XᵀX − I|")
     legend_below(figure, axes[0], 2)
@@ -359,30 +355,25 @@ def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
     problems = [Problem.random(n, m, seed=s) for s in chosen]
     progress = Progress(len(METHODS))
     for method, make in METHODS.items():
-        curve: dict[str, list[float]] = {"lr": [], "iterations": [], "reached": [], "overflowed": []}
         with progress.part(f"learning rate: {method}"):
             for lr in grid:
                 runs = [
                     maximize(problem, partial(make, lr=lr), iterations, stop_below=1e-6, deviations=False)
                     for problem in problems
                 ]
-                counts = [run.first_below(1e-6) for run in runs]
-                reached = [count for count in counts if count is not None]
-                median = float(statistics.median(reached)) if len(reached) == seeds else math.nan
-                values = (lr, median, float(len(reached)), float(sum(run.overflowed for run in runs)))
-                for key, value in zip(curve, values, strict=True):
-                    curve[key].append(value)
-        result.series[method] = curve
-        result.table.append(_learning_rate_row(method, curve))
+                reached = [count for run in runs if (count := run.first_below(1e-6)) is not None]
+                median = statistics.median(reached) if len(reached) == seeds else math.nan
+                point = {"lr": lr, "iterations": median, "reached": len(reached)}
+                result.add_point(method, point | {"overflowed": sum(run.overflowed for run in runs)})
+        result.table.append({"method": method, **usable_rates(result.series[method])})
     return result
 
 
-def _learning_rate_row(method: str, curve: dict[str, list[float]]) -> dict[str, Any]:
+def usable_rates(curve: dict[str, list[float]]) -> dict[str, float | None]:
     works = [(n, lr) for n, lr in zip(curve["iterations"], curve["lr"], strict=True) if math.isfinite(n)]
     bursts = [lr for lr, count in zip(curve["lr"], curve["overflowed"], strict=True) if count]
     fewest, best = min(works) if works else (None, None)
     return {
-        "method": method,
         "best lr": best,
         "fewest iterations": fewest,
         "least lr that works": min((lr for _, lr in works), default=None),
@@ -429,25 +420,20 @@ def step_time(*, seed: int = 0, quick: bool = False) -> Result:
     by_m = [(300 if quick else 1000, m) for m in ((4, 16) if quick else (4, 8, 16, 32, 64, 128, 256))]
     rounds = 3 if quick else 51
     result = Result("time", {"rounds": rounds, "seed": seed, "dtype": "float64"})
-    result.series = {f"{m} | {a}": {"size": [], "ms": []} for a in ("n", "m") for m in METHODS}
     progress = Progress(sum(n * m for n, m in by_n + by_m))
     for axis, sizes in (("n", by_n), ("m", by_m)):
         for n, m in sizes:
             with progress.part(f"time: n = {n}, m = {m}", n * m):
                 medians = time_steps(n, m, rounds, seed)
             for method, milliseconds in medians.items():
-                curve = result.series[f"{method} | {axis}"]
-                curve["size"].append(float(n if axis == "n" else m))
-                curve["ms"].append(milliseconds)
+                point = {"size": n if axis == "n" else m, "ms": milliseconds}
+                result.add_point(f"{method} | {axis}", point)
             result.table.append({"n": n, "m": m, **{k: round(v, 4) for k, v in medians.items()}})
     return result
 
 
 def time_steps(n: int, m: int, rounds: int, seed: int) -> dict[str, float]:
-    """Median milliseconds per step of every method, in turn, as they maximise tr(XᵀDX) with D diagonal.
-
-    Only the steps are timed.
-    """
+    """Median milliseconds of every method's `step` alone, in turn, as they maximise tr(XᵀDX) with D diagonal."""
     start = random_stiefel(n, m, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     # In the range of A's eigenvalues
     D = torch.linspace(-math.sqrt(2), math.sqrt(2), n, dtype=torch.float64).unsqueeze(1)
@@ -488,17 +474,10 @@ FIGURES: dict[str, tuple[Callable[..., Result], Callable[[Result], "Figure"]]] =
 }
 
 
-def _floor(values: Sequence[float]) -> list[float]:
-    """The values for a logarithmic axis, which has no zero: those below rounding are drawn at 1e-15."""
-    return [max(value, 1e-15) for value in values]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.eigenvalues", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = make_parser("eigenvalues", __doc__)
     parser.add_argument("figure", choices=[*FIGURES, "all"])
-    add_common_options(parser)
-    options = parse(parser, arguments)
+    options = parser.parse_args(arguments)
     for name in FIGURES if options.figure == "all" else [options.figure]:
         experiment, plot = FIGURES[name]
         run = partial(experiment, seed=options.seed, quick=options.quick)

@@ -19,13 +19,11 @@ COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
 MARKERS = "osD^vP*X"
 
 
-def new_figure(
-    rows: int, columns: int, height: float, *, width: float = WIDTH, **kwargs: Any
-) -> tuple["Figure", Any]:
+def new_figure(rows: int, columns: int, height: float, **kwargs: Any) -> tuple["Figure", Any]:
     """A figure without a window, and its axes with a faint grid."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
     axes = figure.subplots(rows, columns, **kwargs)
     for axis in figure.axes:
         axis.grid(alpha=0.3, lw=0.5)

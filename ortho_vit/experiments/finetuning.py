@@ -8,7 +8,6 @@ training images.  From scratch the network also gets three times the steps, and 
 the original 8×8, which is easier from scratch.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,14 +20,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ortho_vit.data import Digits
 from ortho_vit.data.rng import hold_out
 from ortho_vit.experiments import figure as style
-from ortho_vit.experiments import result as results
 from ortho_vit.experiments.figure import legend_below, new_figure
-from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
+from ortho_vit.experiments.result import Progress, Result, make_parser, markdown, produce, run_command
 from ortho_vit.experiments.transport import read_mnist
 from ortho_vit.models import create_model, find_checkpoint
 from ortho_vit.optim import StiefelAdam
@@ -40,25 +39,28 @@ if TYPE_CHECKING:
 WEIGHTS = "ortho_vit_nano.cifar10_within_stiefel_sgd"
 RATES, BATCH, HELD_OUT = (1e-3, 3e-3, 1e-2), 16, 300
 LONGER = 3
+DATA = Path("data")
+
+Images = tuple[Tensor, Tensor]  # images (N, 1, H, W) and their labels
 
 
 @dataclass(frozen=True)
 class Task:
-    """Grey images (N, 1, H, W), normalised, and labels; `held_out` chooses rates, `test` is used once."""
+    """Grey images, normalised; `held_out` chooses rates, `test` is used once."""
 
-    train: tuple[Tensor, Tensor]
-    held_out: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
+    train: Images
+    held_out: Images
+    test: Images
 
     @classmethod
-    def of(cls, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> "Task":
+    def of(cls, train: Images, test: Images) -> "Task":
         mean, std = train[0].mean(), train[0].std()
         (images, labels), (test_images, test_labels) = train, test
         images, test_images = (images - mean) / std, (test_images - mean) / std
         out, rest = (torch.from_numpy(rows) for rows in hold_out(labels.numpy(), HELD_OUT, 0))
         return cls((images[rest], labels[rest]), (images[out], labels[out]), (test_images, test_labels))
 
-    def few(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    def few(self, count: int, seed: int) -> Images:
         """`count` training images, every class in its proportion."""
         images, labels = self.train
         rows = torch.from_numpy(hold_out(labels.numpy(), count, seed)[0])
@@ -106,8 +108,10 @@ def ways(name: str, steps: int, own_size: int | None) -> list[Way]:
     ]
     if own_size is not None:
         at, more = f"at {own_size}×{own_size}, {LONGER}× the steps", LONGER * steps
-        found.append(Way(f"pretrained, {at}", partial(pretrained, name, own_size), own_size, more))
-        found.append(Way(f"from scratch, {at}", partial(new, img_size=own_size), own_size, more))
+        found += [
+            Way(f"pretrained, {at}", partial(pretrained, name, own_size), own_size, more),
+            Way(f"from scratch, {at}", partial(new, img_size=own_size), own_size, more),
+        ]
     return found
 
 
@@ -115,104 +119,103 @@ def resized(images: Tensor, size: int) -> Tensor:
     return images if images.shape[-1] == size else F.interpolate(images, (size, size), mode="bilinear")
 
 
-def train(way: Way, images: Tensor, labels: Tensor, *, lr: float, seed: int) -> nn.Module:
-    """The same recipe for all: StiefelAdam, a warm-up and a cosine, batches drawn by seed."""
-    torch.manual_seed(seed)
-    model = way.build().train()
-    images = resized(images, way.size)
-    optimizer = StiefelAdam(model.parameters(), lr=lr, weight_decay=5e-5)
-    shape = partial(warmup_cosine, warmup=way.steps // 10, total=way.steps)
+def fit(
+    model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor, batches: Sequence[Tensor]
+) -> None:
+    """One step for each batch of indices, with label smoothing, a warm-up and a cosine."""
+    shape = partial(warmup_cosine, warmup=len(batches) // 10, total=len(batches))
     schedule = LambdaLR(optimizer, shape)
-    generator = np.random.default_rng(seed)
-    for _ in range(way.steps):
-        batch = torch.from_numpy(generator.choice(len(labels), min(BATCH, len(labels)), replace=False))
+    for batch in batches:
         loss = F.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    return model
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, way: Way, images: Tensor, labels: Tensor) -> float:
-    parts = [model.eval()(resized(part, way.size)).argmax(1) for part in images.split(250)]
-    return (torch.cat(parts) == labels).float().mean().item()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    predicted = torch.cat([model.eval()(part).argmax(1) for part in images.split(250)])
+    return (predicted == labels).double().mean().item()
+
+
+def train(way: Way, images: Tensor, labels: Tensor, *, lr: float, seed: int) -> nn.Module:
+    """The same recipe for all: StiefelAdam, batches drawn by seed."""
+    torch.manual_seed(seed)
+    model = way.build().train()
+    optimizer = StiefelAdam(model.parameters(), lr=lr, weight_decay=5e-5)
+    draw = partial(np.random.default_rng(seed).choice, len(labels), min(BATCH, len(labels)), replace=False)
+    batches = [torch.from_numpy(draw()) for _ in range(way.steps)]
+    fit(model, optimizer, resized(images, way.size), labels, batches)
+    return model
+
+
+def score(way: Way, few: Images, test: Images, *, lr: float, seed: int) -> float:
+    """The accuracy on `test` of a network trained on `few`."""
+    images, labels = test
+    return accuracy(train(way, *few, lr=lr, seed=seed), resized(images, way.size), labels)
 
 
 def choose_rate(way: Way, task: Task, count: int, seed: int, progress: Progress) -> float:
     """The rate that is best on the images held out, with a seed that is not used again."""
-    images, labels = task.few(count, seed)
     scores = {}
     for lr in RATES:
         with progress.part(f"{way.label}: lr {lr:g}", way.steps):
-            scores[lr] = accuracy(train(way, images, labels, lr=lr, seed=seed), way, *task.held_out)
+            scores[lr] = score(way, task.few(count, seed), task.held_out, lr=lr, seed=seed)
     return max(RATES, key=lambda lr: scores[lr])
 
 
 def compare(
-    task: Task, *, name: str = WEIGHTS, own_size: int | None, label: str, seed: int = 0, quick: bool = False
+    name: str = WEIGHTS, data: str = "digits", root: Path = DATA, *, seed: int = 0, quick: bool = False
 ) -> Result:
     """Test accuracy of every way, for a few sizes of training set and several seeds."""
     sizes, seeds, steps = ((20,), 2, 2) if quick else ((100, 300), 5, 120)
-    settings = {"weights": name, "data": label, "steps": steps, "batch": BATCH, "seeds": seeds, "seed": seed}
-    result = Result(f"finetuning-{label}", settings)
-    tried = ways(name, steps, own_size)
+    settings = {"weights": name, "data": data, "steps": steps, "batch": BATCH, "seeds": seeds, "seed": seed}
+    result = Result(f"finetuning-{data}", settings)
+    task = mnist_task(root) if data == "mnist" else digits_task()
+    tried = ways(name, steps, None if data == "mnist" else task.train[0].shape[-1])
     progress = Progress((len(RATES) + len(sizes) * seeds) * sum(way.steps for way in tried))
     for way in tried:
-        curve: dict[str, list[float]] = {"images": [], "seed": [], "accuracy": []}
         lr = choose_rate(way, task, sizes[0], seed + seeds, progress)
         for count in sizes:
             for s in range(seed, seed + seeds):
                 with progress.part(f"{way.label}: {count} images, seed {s}", way.steps):
-                    model = train(way, *task.few(count, s), lr=lr, seed=s)
-                    values = count, s, accuracy(model, way, *task.test)
-                for column, value in zip(curve, values, strict=True):
-                    curve[column].append(float(value))
-        result.series[way.label] = curve
-        result.table += [row(way, lr, count, result.series) for count in sizes]
+                    reached = score(way, task.few(count, s), task.test, lr=lr, seed=s)
+                result.add_point(way.label, {"images": count, "seed": s, "accuracy": reached})
+        result.table += [row(result, way.label, lr, count) for count in sizes]
     return result
 
 
-def row(way: Way, lr: float, count: int, series: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def row(result: Result, label: str, lr: float, count: int) -> dict[str, Any]:
     """Mean and standard deviation in percent, and how much less than pretrained, seed by seed."""
-    mine, best = (of_size(series[label], count) for label in (way.label, "pretrained"))
+    mine, best = (result.grouped([name], "images", "accuracy")[count] for name in (label, "pretrained"))
     less = [100 * (b - a) for a, b in zip(mine, best, strict=True)]
     return {
         "training images": count,
-        "network": way.label,
+        "network": label,
         "lr": lr,
-        "test accuracy": _mean_and_deviation([100 * a for a in mine]),
-        "pretrained is better by": _mean_and_deviation(less) if way.label != "pretrained" else None,
+        "test accuracy": mean_and_deviation([100 * a for a in mine]),
+        "pretrained is better by": mean_and_deviation(less) if label != "pretrained" else None,
     }
 
 
-def of_size(curve: dict[str, list[float]], count: int) -> list[float]:
-    return [a for a, n in zip(curve["accuracy"], curve["images"], strict=True) if n == count]
-
-
-def _mean_and_deviation(values: list[float]) -> str:
+def mean_and_deviation(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
-
-
-def markdown(table: list[dict[str, Any]]) -> str:
-    cells = [["–" if value is None else str(value) for value in each.values()] for each in table]
-    return results.markdown([list(table[0]), *cells])
 
 
 def plot(result: Result) -> "Figure":
     """The mean over seeds as a bar, every seed as a dot."""
     figure, axis = new_figure(1, 1, 4.6)
-    sizes = sorted({count for curve in result.series.values() for count in curve["images"]})
     width = 0.8 / len(result.series)
-    for i, (label, curve) in enumerate(result.series.items()):
-        for j, count in enumerate(sizes):
-            values = [100 * value for value in of_size(curve, int(count))]
+    for i, label in enumerate(result.series):
+        by_size = result.grouped([label], "images", "accuracy")
+        for j, accuracies in enumerate(by_size.values()):
+            values = [100 * value for value in accuracies]
             place = j + (i - (len(result.series) - 1) / 2) * width
             colour, name = style.COLOURS[i], None if j else label
             axis.bar(place, statistics.mean(values), 0.9 * width, label=name, color=colour, alpha=0.75)
             axis.plot([place] * len(values), values, "o", ms=3.5, color=style.BLACK, mfc="white")
-    axis.set_xticks(range(len(sizes)), [f"{count:.0f}" for count in sizes])
+    axis.set_xticks(range(len(by_size)), [f"{count:.0f}" for count in by_size])
     title = f"{result.settings['data']}: mean over seeds, and each seed"
     axis.set(xlabel="training images", ylabel="test accuracy, %", title=title, ylim=(0, 100))
     axis.set_axisbelow(True)
@@ -221,25 +224,15 @@ def plot(result: Result) -> "Figure":
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.finetuning", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--weights", default=WEIGHTS, help=f"where fine-tuning starts (default {WEIGHTS})")
-    parser.add_argument("--data", choices=("digits", "mnist"), default="digits")
-    parser.add_argument(
-        "--root", type=Path, default=Path("data"), help="folder that has MNIST/raw (default data/)"
-    )
-    add_common_options(parser)
-    options = parse(parser, arguments)
-    run = partial(_run, options)
+    parser = make_parser("finetuning", __doc__)
+    add = parser.add_argument
+    add("--weights", default=WEIGHTS, help=f"where fine-tuning starts (default {WEIGHTS})")
+    add("--data", choices=("digits", "mnist"), default="digits")
+    add("--root", type=Path, default=DATA, help="folder that has MNIST/raw (default data/)")
+    options = parser.parse_args(arguments)
+    chosen = (options.weights, options.data, options.root)
+    run = partial(compare, *chosen, seed=options.seed, quick=options.quick)
     print(markdown(produce(f"finetuning-{options.data}", options, run, plot).table))
-
-
-def _run(options: argparse.Namespace) -> Result:
-    mnist = options.data == "mnist"
-    task = mnist_task(options.root) if mnist else digits_task()
-    own_size = None if mnist else task.train[0].shape[-1]
-    common = {"name": options.weights, "seed": options.seed, "quick": options.quick}
-    return compare(task, own_size=own_size, label=options.data, **common)
 
 
 if __name__ == "__main__":

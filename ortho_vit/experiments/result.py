@@ -1,8 +1,4 @@
-"""What every experiment returns and how it is kept: curves, a table, the settings and versions that made them.
-
-result.save(folder)   writes  <name>.json  (settings, versions, table)  and  <name>.csv  (the curves)
-load(folder, name)    reads them again
-"""
+"""What experiments share: a result, saved as <name>.json (settings, versions, table) and <name>.csv (curves); a command."""
 
 import argparse
 import csv
@@ -12,7 +8,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,13 +25,11 @@ _POINTS = 120  # that are kept of a curve; more would not be visible
 
 
 def versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
-    threads = str(torch.get_num_threads())
     return {
         "python": platform.python_version(),
-        **packages,
+        **{name: importlib.metadata.version(name) for name in ("torch", "numpy")},
         "machine": platform.machine(),
-        "threads": threads,
+        "threads": str(torch.get_num_threads()),
     }
 
 
@@ -48,6 +42,20 @@ class Result:
     series: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     table: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
+
+    def add_point(self, label: str, point: Mapping[str, float | str]) -> None:
+        """Append a point, one number per column, to a curve."""
+        curve = self.series.setdefault(label, {column: [] for column in point})
+        for column, value in point.items():
+            curve[column].append(float(value))
+
+    def grouped(self, labels: Iterable[str], by: str, column: str) -> dict[float, list[float]]:
+        """The values of a column of some curves, grouped by those of another."""
+        groups: dict[float, list[float]] = {}
+        for label in labels:
+            for key, value in zip(self.series[label][by], self.series[label][column], strict=True):
+                groups.setdefault(key, []).append(value)
+        return groups
 
     def thinned(self) -> "Result":
         """The same with long curves cut down to the points a figure can show."""
@@ -73,11 +81,9 @@ class Result:
 
     def print_table(self) -> None:
         """Print the table as text, one line per row."""
-        if not self.table:
-            return
-        cells = [list(self.table[0])] + [[_show(value) for value in row.values()] for row in self.table]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        for line in cells:
+        lines = _cells(self.table)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
@@ -100,14 +106,19 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def markdown(table: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown; the keys of a row are the header."""
+    head, *body = _cells(table)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
+def _cells(table: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The header of a table and its rows, as text."""
+    return [list(table[0]), *([_show(value) for value in row.values()] for row in table)]
+
+
 def _show(value: Any) -> str:
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first line is its header."""
-    head, *body = lines
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
 
 
 def load(folder: Path, name: str) -> Result:
@@ -121,9 +132,7 @@ def load(folder: Path, name: str) -> Result:
     if head["table"] and curves.is_file():
         with curves.open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                curve = result.series.setdefault(line.pop("series"), {})
-                for column, value in line.items():
-                    curve.setdefault(column, []).append(float(value))
+                result.add_point(line.pop("series"), line)
     return result
 
 
@@ -176,6 +185,7 @@ def produce(
     plot: Callable[[Result], "Figure"],
 ) -> Result:
     """The result of an experiment, saved with its figure; with --redraw an earlier result, with a new figure."""
+    options.output.mkdir(parents=True, exist_ok=True)  # a bad path fails before the experiment, not after it
     if options.redraw:
         result = load(options.output, name)
     else:
@@ -185,26 +195,16 @@ def produce(
     return result
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes and few iterations: seconds, for a look"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("results"), help="folder for the results (default results/)"
-    )
-    parser.add_argument(
-        "--redraw",
-        action="store_true",
-        help="run nothing; draw the figures from the results in the folder",
-    )
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options.  Creates the output folder, so that a bad path fails before the experiment and not after it."""
-    options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    return options
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m ortho_vit.experiments.NAME`, with the options that `produce` and most experiments use."""
+    prog, formatter = f"python -m ortho_vit.experiments.{name}", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed of everything random (default 0)")
+    add("--quick", action="store_true", help="small sizes and few iterations: seconds, for a look")
+    add("--output", type=Path, default=Path("results"), help="folder for the results (default results/)")
+    add("--redraw", action="store_true", help="run nothing; draw the figures from the results in the folder")
+    return parser
 
 
 def run_command(main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> int:

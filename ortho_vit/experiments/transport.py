@@ -9,7 +9,6 @@ The paper compares the methods at one learning rate each.  Here each also runs a
 compared and not how well each was tuned.
 """
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 from ortho_vit.experiments import figure as style
 from ortho_vit.experiments.figure import legend_below, new_figure
-from ortho_vit.experiments.result import Progress, Result, add_common_options, parse, produce, run_command
+from ortho_vit.experiments.result import Progress, Result, make_parser, produce, run_command
 from ortho_vit.optim import MomentumlessStiefelSGD, ProjectedStiefelSGD, StiefelSGD
 from ortho_vit.stiefel import random_stiefel
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein
@@ -87,57 +86,51 @@ COLOURS = {
     "MomentumlessStiefelSGD": style.GREEN,
 }
 LINES = dict(zip(COLOURS, ("-", "--", "-", "-.", (0, (1, 1))), strict=True))
-Methods = dict[str, tuple[Maker, float]]
-IMAGES: Methods = {
-    "RGAS": (RGAS, 8e-4),
-    "RAGAS": (partial(RAGAS, beta=0.8), 0.01),
-    "StiefelSGD": (partial(StiefelSGD, momentum=0.5), 1e-3),
-    "ProjectedStiefelSGD": (partial(ProjectedStiefelSGD, momentum=0.5), 7e-4),
-    "MomentumlessStiefelSGD": (MomentumlessStiefelSGD, 6e-4),
-}
-WORDS: Methods = {
-    "RGAS": (RGAS, 2.0),
-    "RAGAS": (partial(RAGAS, beta=0.9), 0.08),
-    "StiefelSGD": (partial(StiefelSGD, momentum=0.5), 2.0),
-    "ProjectedStiefelSGD": (partial(ProjectedStiefelSGD, momentum=0.5), 15.0),
-    "MomentumlessStiefelSGD": (MomentumlessStiefelSGD, 2.0),
-}
+Methods = dict[str, tuple[Maker, float]]  # how an optimizer is made, and its learning rate
+
+
+def methods_at(*rates: float, beta: float = 0.8) -> Methods:
+    """The methods, in the order of `COLOURS`, at the learning rates of the paper for one corpus."""
+    makers: tuple[Maker, ...] = (
+        RGAS,
+        partial(RAGAS, beta=beta),
+        partial(StiefelSGD, momentum=0.5),
+        partial(ProjectedStiefelSGD, momentum=0.5),
+        MomentumlessStiefelSGD,
+    )
+    return dict(zip(COLOURS, zip(makers, rates, strict=True), strict=True))
+
+
+IMAGES = methods_at(8e-4, 0.01, 1e-3, 7e-4, 6e-4)
+WORDS = methods_at(2.0, 0.08, 2.0, 15.0, 2.0, beta=0.9)
+CUBE = methods_at(0.05, 0.1, 0.05, 0.05, 0.05)
 
 
 def compare(
-    name: str,
-    corpus: Corpus,
-    methods: Methods,
-    *,
-    reg: float,
-    iterations: int,
-    multiples: Sequence[float],
-    settings: dict[str, Any],
+    name: str, corpus: Corpus, methods: Methods, *, reg: float, quick: bool, settings: dict[str, Any]
 ) -> Result:
     """The mean value over all pairs after every step, for every method at multiples of its learning rate.
 
     The best multiple also runs six times as long, which shows whether methods differ in speed or in where they end.
     """
+    iterations, multiples = (3, (1.0, 0.5)) if quick else (50, (1.0, 0.25, 0.5, 2.0, 4.0))
     clouds = corpus.pairs()
     count, points, d = clouds[0].shape
     size = {"clouds": corpus.names, "pairs": count, "points": points, "d": d}
     options: dict[str, Any] = {"k": 2, "reg": reg, "sweeps": 100, "sinkhorn_tolerance": 1e-3}
     result = Result(name, {**settings, **size, **options, "iterations": iterations, "long": 6 * iterations})
-
     progress = Progress(len(methods) * (len(multiples) + 6) * iterations)
 
     def run(method: str, multiple: float, steps: int, label: str) -> list[float]:
         make, rate = methods[method]
-        chosen = partial(make, lr=rate * multiple)
+        optimizer = partial(make, lr=rate * multiple)
         with progress.part(f"{name}: {method}, lr {rate * multiple:g}, {steps} iterations", steps):
             solved = projection_robust_wasserstein(
-                *clouds, optimizer=chosen, iterations=steps, tolerance=0, **options
+                *clouds, optimizer=optimizer, iterations=steps, tolerance=0, **options
             )
         curve = solved.history.mean(1).tolist()
-        result.series[f"{method} | {label}"] = {
-            "iteration": [float(i) for i in range(len(curve))],
-            "value": curve,
-        }
+        iteration = list(map(float, range(len(curve))))
+        result.series[f"{method} | {label}"] = {"iteration": iteration, "value": curve}
         return curve
 
     for method, (_, rate) in methods.items():
@@ -145,9 +138,8 @@ def compare(
         for multiple in multiples:
             curve = run(method, multiple, iterations, f"{multiple:g}")
             at = {f"at {i}": curve[i] for i in (5, 10, 20) if i < iterations}
-            rows.append(
-                {"method": method, "lr": rate * multiple, "multiple": multiple, **at, "last": curve[-1]}
-            )
+            row = {"method": method, "lr": rate * multiple, "multiple": multiple, **at, "last": curve[-1]}
+            rows.append(row)
         best = max(rows, key=lambda row: row["last"])
         long = run(method, best["multiple"], 6 * iterations, "long")[-1]
         result.table += [row | {"long": long if row is best else None} for row in rows]
@@ -161,12 +153,9 @@ def plot_compare(result: Result) -> "Figure":
     for method, colour in COLOURS.items():
         rows = [row for row in result.table if row["method"] == method]
         (best,) = (row for row in rows if row["long"] is not None)
-        curves = [
-            f"{method} | {multiple}"
-            for multiple in (f"{rows[0]['multiple']:g}", f"{best['multiple']:g}", "long")
-        ]
-        for axis, name in zip(axes, curves, strict=True):
-            curve = result.series[name]
+        labels = (f"{rows[0]['multiple']:g}", f"{best['multiple']:g}", "long")
+        for axis, label in zip(axes, labels, strict=True):
+            curve = result.series[f"{method} | {label}"]
             missing = [max(1 - value / top, 1e-9) for value in curve["value"]]
             axis.semilogy(curve["iteration"], missing, color=colour, ls=LINES[method], lw=1.5, label=method)
     titles = ("the paper's learning rates", "each method's best rate", "the same, six times as long")
@@ -174,41 +163,33 @@ def plot_compare(result: Result) -> "Figure":
         axis.set(title=title, xlabel="iteration")
     axes[0].set(ylabel="missing to the largest value, share", ylim=(3e-4, 1.5))
     legend_below(figure, axes[0], 3)
-    figure.suptitle(
-        f"{result.name}: {result.settings['pairs']} pairs, reg {result.settings['reg']:g}, largest value {top:.4g}",
-        fontsize=11,
-    )
+    about = "{pairs} pairs, reg {reg:g}".format(**result.settings)
+    figure.suptitle(f"{result.name}: {about}, largest value {top:.4g}", fontsize=11)
     return figure
 
 
 # ---- digits and MNIST: features of a CNN ----------------------------------------------------------------
 
 
-class DigitNet(nn.Module):
-    """Two convolutions and a hidden layer of 128 units, whose values before the ReLU are the features: none is dead."""
-
-    def __init__(self, side: int) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32 * (side // 2) ** 2, 128),
-        )
-        self.head = nn.Sequential(nn.ReLU(), nn.Linear(128, 10))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))
+def digit_net(side: int) -> nn.Sequential:
+    """Features (two convolutions and 128 hidden units, taken before their ReLU: none is dead), then the classifier."""
+    features = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * (side // 2) ** 2, 128),
+    )
+    return nn.Sequential(features, nn.Sequential(nn.ReLU(), nn.Linear(128, 10)))
 
 
-def train_features(images: Tensor, labels: Tensor, *, epochs: int, seed: int) -> DigitNet:
+def train_features(images: Tensor, labels: Tensor, *, epochs: int, seed: int) -> nn.Sequential:
     """Adam at 1e-3, batches of 64; images (N, 1, s, s) in [0, 1]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = DigitNet(images.shape[-1])
+        net = digit_net(images.shape[-1])
         optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
         for _ in range(epochs):
             for batch in torch.randperm(len(images)).split(64):
@@ -219,10 +200,11 @@ def train_features(images: Tensor, labels: Tensor, *, epochs: int, seed: int) ->
 
 
 @torch.no_grad()
-def digit_clouds(net: DigitNet, images: Tensor, labels: Tensor, size: int) -> tuple[Corpus, float]:
+def digit_clouds(net: nn.Sequential, images: Tensor, labels: Tensor, size: int) -> tuple[Corpus, float]:
     """The features of up to `size` images per digit, with uniform weights; and the network's accuracy on all images."""
-    features = torch.cat([net.features(part) for part in images.split(500)])
-    accuracy = (net.head(features).argmax(1) == labels).float().mean().item()
+    extract, classify = net
+    features = torch.cat([extract(part) for part in images.split(500)])
+    accuracy = (classify(features).argmax(1) == labels).float().mean().item()
     clouds = {}
     for digit in range(10):
         points = features[labels == digit][:size].double()
@@ -236,35 +218,31 @@ def digits(*, seed: int = 0, quick: bool = False) -> Result:
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    images = torch.from_numpy(data.images).float().unsqueeze(1) / 16
-    labels = torch.from_numpy(data.target)
-    with Progress(1).part("digits: training the CNN"):
-        net = train_features(images, labels, epochs=1 if quick else 20, seed=seed)
-    corpus, accuracy = digit_clouds(net, images, labels, 10 if quick else 1000)
-    return _compare_images("digits", corpus, accuracy, seed, quick)
+    images, labels = torch.from_numpy(data.images).float().unsqueeze(1) / 16, torch.from_numpy(data.target)
+    epochs, size = (1, 10) if quick else (20, 1000)
+    return _compare_images("digits", (images, labels), (images, labels), epochs, size, seed, quick)
 
 
 def mnist(root: Path, *, seed: int = 0, quick: bool = False) -> Result:
     """The CNN trained on 20,000 of MNIST's training images, transport between 200 test images per digit."""
+    few, size = (500, 10) if quick else (20_000, 200)
     images, labels = read_mnist(root, train=True)
-    test_images, test_labels = read_mnist(root, train=False)
-    few = 500 if quick else 20_000
-    with Progress(1).part("mnist: training the CNN"):
-        net = train_features(images[:few], labels[:few], epochs=1, seed=seed)
-    corpus, accuracy = digit_clouds(net, test_images, test_labels, 10 if quick else 200)
-    return _compare_images("mnist", corpus, accuracy, seed, quick)
+    test = read_mnist(root, train=False)
+    return _compare_images("mnist", (images[:few], labels[:few]), test, 1, size, seed, quick)
 
 
-def _compare_images(name: str, corpus: Corpus, accuracy: float, seed: int, quick: bool) -> Result:
-    settings = {
-        "seed": seed,
-        "accuracy of the CNN": round(accuracy, 4),
-        "centres' mean distance²": CENTRE_DISTANCE,
-    }
-    iterations, multiples = (3, (1.0, 0.5)) if quick else (50, (1.0, 0.25, 0.5, 2.0, 4.0))
-    return compare(
-        name, corpus, IMAGES, reg=8.0, iterations=iterations, multiples=multiples, settings=settings
-    )
+Images = tuple[Tensor, Tensor]  # and their labels
+
+
+def _compare_images(
+    name: str, train: Images, test: Images, epochs: int, size: int, seed: int, quick: bool
+) -> Result:
+    with Progress(1).part(f"{name}: training the CNN"):
+        net = train_features(*train, epochs=epochs, seed=seed)
+    corpus, accuracy = digit_clouds(net, *test, size)
+    settings = {"seed": seed, "accuracy of the CNN": round(accuracy, 4)}
+    settings |= {"centres' mean distance²": CENTRE_DISTANCE}
+    return compare(name, corpus, IMAGES, reg=8.0, quick=quick, settings=settings)
 
 
 def read_mnist(root: Path, *, train: bool) -> tuple[Tensor, Tensor]:
@@ -325,25 +303,14 @@ def word_clouds(
 def shakespeare(folder: Path, *, seed: int = 0, quick: bool = False) -> Result:
     """All pairs of the texts in a folder: reg 0.2, 50 iterations, the 300 most frequent words of each."""
     texts = read_texts(folder)
-    dimension, words, epochs, iterations = (20, 20, 1, 3) if quick else (200, 300, 30, 50)
+    dimension, words, epochs = (20, 20, 1) if quick else (200, 300, 30)
     with Progress(1).part("shakespeare: training word2vec"):
         corpus = word_clouds(texts, dimension=dimension, words=words, epochs=epochs, seed=seed)
-    multiples = (1.0, 0.5) if quick else (1.0, 0.25, 0.5, 2.0, 4.0)
     settings = {"seed": seed, "word2vec epochs": epochs, "words' mean distance²": WORD_DISTANCE}
-    return compare(
-        "shakespeare", corpus, WORDS, reg=0.2, iterations=iterations, multiples=multiples, settings=settings
-    )
+    return compare("shakespeare", corpus, WORDS, reg=0.2, quick=quick, settings=settings)
 
 
 # ---- the fragmented hypercube ---------------------------------------------------------------------------------
-
-CUBE: Methods = {
-    "RGAS": (RGAS, 0.05),
-    "RAGAS": (RAGAS, 0.1),
-    "StiefelSGD": (partial(StiefelSGD, momentum=0.5), 0.05),
-    "ProjectedStiefelSGD": (partial(ProjectedStiefelSGD, momentum=0.5), 0.05),
-    "MomentumlessStiefelSGD": (MomentumlessStiefelSGD, 0.05),
-}
 
 
 def fragmented_hypercube(
@@ -375,22 +342,21 @@ def hypercube(*, seed: int = 0, quick: bool = False) -> Result:
     progress = Progress(2 * len(CUBE) * sum(n * n for n in sizes))
     for kind in ("paired", "independent"):
         for method, (make, lr) in CUBE.items():
-            curve: dict[str, list[float]] = {"n": [], "value": [], "subspace error": [], "iterations": []}
             for n in sizes:
                 with progress.part(f"hypercube: {method}, n = {n}, {kind}", n * n):
                     x, y = fragmented_hypercube(n, d, k, seeds=seeds, paired=kind == "paired")
                     solved = projection_robust_wasserstein(
                         x, y, optimizer=partial(make, lr=lr), start=start, **options
                     )
-                U = solved.projection
-                gap = torch.linalg.matrix_norm(U @ U.mT - truth)
-                steps = float(len(solved.history) - 1)
-                row = (float(n), solved.value.mean().item(), gap.mean().item(), steps)
-                for key, number in zip(curve, row, strict=True):
-                    curve[key].append(number)
-            result.series[f"{method} | {kind}"] = curve
-            last = {key: values[-1] for key, values in curve.items()}
-            result.table.append({"method": method, "samples": kind, "lr": lr, **last})
+                gap = torch.linalg.matrix_norm(solved.projection @ solved.projection.mT - truth)
+                point = {
+                    "n": float(n),
+                    "value": solved.value.mean().item(),
+                    "subspace error": gap.mean().item(),
+                    "iterations": float(len(solved.history) - 1),
+                }
+                result.add_point(f"{method} | {kind}", point)
+            result.table.append({"method": method, "samples": kind, "lr": lr, **point})
     return result
 
 
@@ -409,9 +375,8 @@ def plot_hypercube(result: Result) -> "Figure":
     axes[0].axhline(result.settings["exact"], color=style.BLACK, lw=0.8)
     axes[0].set(xlabel="points", ylabel="value (line: exact 4k)")
     axes[1].set(yscale="log", xlabel="points", ylabel="‖UUᵀ − U*U*ᵀ‖ (Frobenius)")
-    figure.suptitle(
-        "Fragmented hypercube: paired samples (filled) and independent ones (hollow)", fontsize=11
-    )
+    title = "Fragmented hypercube: paired samples (filled) and independent ones (hollow)"
+    figure.suptitle(title, fontsize=11)
     for axis in axes:
         axis.set_xticks(range(len(curve["n"])), [f"{n:g}" for n in curve["n"]])
     legend_below(figure, axes[0], 3)
@@ -422,35 +387,23 @@ def plot_hypercube(result: Result) -> "Figure":
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m ortho_vit.experiments.transport", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    commands = parser.add_subparsers(dest="corpus", required=True)
-    for name in ("digits", "mnist", "shakespeare", "hypercube"):
-        command = commands.add_parser(name)
-        if name == "mnist":
-            command.add_argument(
-                "--data", type=Path, default=Path("data"), help="folder that has MNIST/raw (default data/)"
-            )
-        if name == "shakespeare":
-            command.add_argument(
-                "--texts",
-                type=Path,
-                default=Path("texts"),
-                help="folder of .txt files, one per play (default texts/)",
-            )
-        add_common_options(command)
-    options = parse(parser, arguments)
-    run = partial(_experiment(options), seed=options.seed, quick=options.quick)
+    parser = make_parser("transport", __doc__)
+    parser.add_argument("corpus", choices=("digits", "mnist", "shakespeare", "hypercube"))
+    parser.add_argument("--data", type=Path, help="mnist: folder that has MNIST/raw (default data/)")
+    parser.add_argument("--texts", type=Path, help="shakespeare: folder of .txt files (default texts/)")
+    options = parser.parse_args(arguments)
+    for option, corpus in (("data", "mnist"), ("texts", "shakespeare")):
+        if getattr(options, option) and options.corpus != corpus:
+            parser.error(f"--{option} is an option of {corpus}, not of {options.corpus}")
+    experiments: dict[str, Callable[..., Result]] = {
+        "digits": digits,
+        "mnist": partial(mnist, options.data or Path("data")),
+        "shakespeare": partial(shakespeare, options.texts or Path("texts")),
+        "hypercube": hypercube,
+    }
+    run = partial(experiments[options.corpus], seed=options.seed, quick=options.quick)
     plot = plot_hypercube if options.corpus == "hypercube" else plot_compare
     produce(options.corpus, options, run, plot).print_table()
-
-
-def _experiment(options: argparse.Namespace) -> Callable[..., Result]:
-    if options.corpus == "mnist":
-        return partial(mnist, options.data)
-    if options.corpus == "shakespeare":
-        return partial(shakespeare, options.texts)
-    return digits if options.corpus == "digits" else hypercube
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ from ortho_vit.transport.sinkhorn import (
     check_positive,
     check_weights,
     common_batch,
+    flatten,
     join,
     slices,
     solve,
 )
 
 OptimizerFactory = Callable[[list[StiefelParameter]], Optimizer]
+WHO = "projection_robust_wasserstein"  # in error messages
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def projection_robust_wasserstein(
     its marginals are exact to `sinkhorn_tolerance` (ℓ¹).  Value and gradient are taken at the orthonormal U
     nearest to the parameter: an optimizer that drifts off the manifold gains nothing by it.
     """
-    check_positive("projection_robust_wasserstein", reg=reg, iterations=iterations, sweeps=sweeps)
-    x, y, a, b, batch = _check_clouds("projection_robust_wasserstein", x, y, a, b)
+    check_positive(WHO, reg=reg, iterations=iterations, sweeps=sweeps)
+    x, y, a, b, batch = _check_clouds(x, y, a, b)
     centre = 0.5 * (a.unsqueeze(-2) @ x + b.unsqueeze(-2) @ y)
     x, y = x - centre, y - centre  # the cost does not see a common shift; its rounding does
     parameter = StiefelParameter(_start_projection(start, x, k, batch))
@@ -86,17 +88,18 @@ def projection_robust_wasserstein(
     sign = 1.0 if opt.param_groups[0].get("maximize") else -1.0
 
     history: list[Tensor] = []
-    U, now = parameter.detach(), _Evaluation()
-    solve = partial(_evaluate, x, y, a, b, reg=reg, tolerance=sinkhorn_tolerance, sweeps=sweeps)
+    U, psi = parameter.detach(), None
+    evaluate = partial(_evaluate, x, y, a, b, reg=reg, tolerance=sinkhorn_tolerance, sweeps=sweeps)
     for _ in range(iterations):
-        now = solve(U, now.psi)
+        now = evaluate(U, psi)
+        psi = now.psi
         if bool(_is_flat(U, now, tolerance, sinkhorn_tolerance).all()):
             break
         history.append(now.value)
         parameter.grad = now.gradient.mul_(sign)
         opt.step()
         U = polar(parameter.detach())  # to rounding the parameter itself, unless its optimizer drifts
-    now = solve(U, now.psi, keep_plan=True)
+    now = evaluate(U, psi, keep_plan=True)
     history.append(now.value)
     return ProjectionResult(
         projection=U.reshape(*batch, -1, k),
@@ -110,11 +113,11 @@ def projection_robust_wasserstein(
 class _Evaluation(NamedTuple):
     """The inner minimum at one U, over all pairs."""
 
-    psi: Tensor | None = None  # (B, m), column potentials / reg; None before the first
-    gradient: Tensor = torch.empty(0)  # (B, d, k), 2 V_π U
-    value: Tensor = torch.empty(0)  # (B,), tr(Uᵀ V_π U)
-    error: Tensor = torch.empty(0)  # (B,), ℓ¹ error of the plan's marginals
-    plan: Tensor = torch.empty(0)  # (B, n, m), where asked for
+    psi: Tensor  # (B, m), column potentials / reg
+    gradient: Tensor  # (B, d, k), 2 V_π U
+    value: Tensor  # (B,), tr(Uᵀ V_π U)
+    error: Tensor  # (B,), ℓ¹ error of the plan's marginals
+    plan: Tensor  # (B, n, m) if it was asked for, otherwise empty
 
 
 def _evaluate(
@@ -130,10 +133,9 @@ def _evaluate(
     sweeps: int,
     keep_plan: bool = False,
 ) -> _Evaluation:
-    """Solve for the plans at U and collect  V_π U = Xᵀ(r∘XU − π YU) + Yᵀ(c∘YU − πᵀ XU),  r and c the plan's
-    own marginals.
+    """The plans at U, from the potentials psi if given, and  V_π U = Xᵀ(r∘XU − π YU) + Yᵀ(c∘YU − πᵀ XU).
 
-    V_π = Σ πᵢⱼ (xᵢ − yⱼ)(xᵢ − yⱼ)ᵀ is neither formed nor are the n·m displacements.
+    r and c are the plan's own marginals.  Neither V_π = Σ πᵢⱼ (xᵢ − yⱼ)(xᵢ − yⱼ)ᵀ nor the n·m displacements are formed.
     """
     parts = []
     for s in slices(len(x), x.shape[-2] * y.shape[-2], x.device):
@@ -157,17 +159,15 @@ def _start_projection(start: Tensor | None, x: Tensor, k: int, batch: torch.Size
     """The identity's first k columns for every pair, or `start` checked and made orthonormal to rounding."""
     d = x.shape[-1]
     if not isinstance(k, int) or not 1 <= k <= d:
-        raise ValueError(f"projection_robust_wasserstein: k must be between 1 and d = {d}, got {k}")
+        raise ValueError(f"{WHO}: k must be between 1 and d = {d}, got {k}")
     if start is None:
         return torch.eye(d, k, dtype=x.dtype, device=x.device).repeat(len(x), 1, 1)
     if start.shape[-2:] != (d, k) or start.shape[:-2] not in ((), batch):
-        raise ValueError(
-            f"projection_robust_wasserstein: start must be (…, {d}, {k}), got {tuple(start.shape)}"
-        )
+        raise ValueError(f"{WHO}: start must be (…, {d}, {k}), got {tuple(start.shape)}")
     try:
-        return polar(start.detach().to(x).expand(*batch, d, k).reshape(-1, d, k).clone())
+        return polar(flatten(start.detach().to(x), batch, 2).clone())
     except ValueError as error:
-        raise ValueError(f"projection_robust_wasserstein: start: {error}") from error
+        raise ValueError(f"{WHO}: start: {error}") from error
 
 
 def _default_optimizer(
@@ -184,8 +184,7 @@ def _default_optimizer(
 class RGAS(Optimizer):
     """Riemannian gradient with QR retraction (Lin et al. 2020, Alg. 1):  U ← QR(U + lr·P_U(G)).
 
-    The baseline of projection-robust Wasserstein; it moves `StiefelParameter`s without free rows, and has
-    no momentum.
+    The baseline of projection-robust Wasserstein, without momentum, for `StiefelParameter`s without free rows.
     """
 
     keeps_stiefel = True
@@ -256,25 +255,23 @@ def _riemannian_gradient(parameter: Tensor, maximize: bool) -> tuple[Tensor, Ten
 
 
 def _check_clouds(
-    who: str, x: Tensor, y: Tensor, a: Tensor | None, b: Tensor | None
+    x: Tensor, y: Tensor, a: Tensor | None, b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.Size]:
     """The clouds and their weights flattened to one batch dimension, and the leading dimensions they had."""
+    shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
     if x.ndim < 2 or y.ndim < 2 or x.shape[-1] != y.shape[-1]:
-        raise ValueError(
-            f"{who}: x and y must be (…, n, d) and (…, m, d), got {tuple(x.shape)} and {tuple(y.shape)}"
-        )
-    (n, d), m = x.shape[-2:], y.shape[-2]
+        raise ValueError(f"{WHO}: x and y must be (…, n, d) and (…, m, d), got {shapes}")
     if x.numel() == 0 or y.numel() == 0:
-        raise ValueError(f"{who}: a cloud is empty: x is {tuple(x.shape)}, y is {tuple(y.shape)}")
-    check_floating(who, x=x, y=y)
+        raise ValueError(f"{WHO}: a cloud is empty: x is {tuple(x.shape)}, y is {tuple(y.shape)}")
+    check_floating(WHO, x=x, y=y)
+    n, m = x.shape[-2], y.shape[-2]
     a = x.new_full((n,), 1 / n) if a is None else a.to(x)
     b = x.new_full((m,), 1 / m) if b is None else b.to(x)
     if a.shape[-1:] != (n,) or b.shape[-1:] != (m,):
-        raise ValueError(
-            f"{who}: a and b must be (…, {n}) and (…, {m}), got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    check_floating(who, a=a, b=b)
-    a, b = check_weights(who, "a", a), check_weights(who, "b", b)
-    batch = common_batch(who, x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1])
-    x, y = x.expand(*batch, n, d).reshape(-1, n, d), y.to(x).expand(*batch, m, d).reshape(-1, m, d)
-    return x, y, a.expand(*batch, n).reshape(-1, n), b.expand(*batch, m).reshape(-1, m), batch
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"{WHO}: a and b must be (…, {n}) and (…, {m}), got {shapes}")
+    check_floating(WHO, a=a, b=b)
+    a, b = check_weights(WHO, "a", a), check_weights(WHO, "b", b)
+    batch = common_batch(WHO, x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1])
+    x, y = flatten(x, batch, 2), flatten(y.to(x), batch, 2)
+    return x, y, flatten(a, batch, 1), flatten(b, batch, 1), batch

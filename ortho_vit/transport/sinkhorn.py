@@ -58,10 +58,10 @@ def sinkhorn(
     check_positive("sinkhorn", reg=reg, max_sweeps=max_sweeps)
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"sinkhorn: tolerance must be at least 0, got {tolerance}")
-    a, b, C, batch = _check_problem("sinkhorn", a, b, C)
-    tolerance = _default_tolerance(C.dtype) if tolerance is None else tolerance
+    a, b, C, batch = _check_problem(a, b, C, reg)
+    if tolerance is None:
+        tolerance = 1e-9 if C.dtype == torch.float64 else 1e-5
     warm = None if potentials is None else _check_potentials(potentials[1], b, batch) / reg
-    _check_scale("sinkhorn", C, reg)
     parts = [
         solve(a[s], b[s], C[s] / -reg, None if warm is None else warm[s], tolerance, max_sweeps)
         for s in slices(len(C), C[0].numel(), C.device)
@@ -143,7 +143,7 @@ def solve(
 def _cold_start(a: Tensor, b: Tensor, M: Tensor, max_sweeps: int) -> tuple[Tensor, int]:
     """Potentials to start from, and the sweeps they took: those of a larger reg, brought down by fours.
 
-    Sinkhorn moves potentials by a few reg a sweep; where the costs span hundreds of reg this is the short way.
+    Sinkhorn moves potentials by a few reg per sweep; where the costs span hundreds of reg this is the short way.
     """
     low, high = (end.item() for end in M.aminmax())
     psi, sweeps, heat = torch.zeros_like(b), 0, (high - low) / 50
@@ -216,10 +216,6 @@ def check_positive(who: str, **numbers: float) -> None:
             raise ValueError(f"{who}: {name} must be positive and finite, got {number}")
 
 
-def _default_tolerance(dtype: torch.dtype) -> float:
-    return 1e-9 if dtype == torch.float64 else 1e-5
-
-
 def check_floating(who: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float64):
@@ -239,19 +235,28 @@ def check_weights(who: str, name: str, weights: Tensor) -> Tensor:
     return weights / total
 
 
-def _check_problem(who: str, a: Tensor, b: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+def _check_problem(a: Tensor, b: Tensor, C: Tensor, reg: float) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """The problem flattened to one batch dimension, and the leading dimensions it had."""
     if C.ndim < 2 or a.ndim < 1 or b.ndim < 1 or (a.shape[-1], b.shape[-1]) != C.shape[-2:]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (a, b, C))
-        raise ValueError(f"{who}: a, b and C must be (…, n), (…, m) and (…, n, m), got {shapes}")
-    n, m = C.shape[-2:]
+        raise ValueError(f"sinkhorn: a, b and C must be (…, n), (…, m) and (…, n, m), got {shapes}")
     if C.numel() == 0:
-        raise ValueError(f"{who}: nothing to transport, C is {tuple(C.shape)}")
-    check_floating(who, C=C, a=a, b=b)
-    batch = common_batch(who, a.shape[:-1], b.shape[:-1], C.shape[:-2])
-    a = check_weights(who, "a", a.to(C)).expand(*batch, n).reshape(-1, n)
-    b = check_weights(who, "b", b.to(C)).expand(*batch, m).reshape(-1, m)
-    return a, b, C.expand(*batch, n, m).reshape(-1, n, m), batch
+        raise ValueError(f"sinkhorn: nothing to transport, C is {tuple(C.shape)}")
+    check_floating("sinkhorn", C=C, a=a, b=b)
+    batch = common_batch("sinkhorn", a.shape[:-1], b.shape[:-1], C.shape[:-2])
+    a, b = check_weights("sinkhorn", "a", a.to(C)), check_weights("sinkhorn", "b", b.to(C))
+    largest = C.abs().amax()
+    if not (largest / reg).isfinite():
+        raise ValueError(
+            f"sinkhorn: reg = {reg:g} is too small for costs up to {largest.item():.3g}; raise it"
+        )
+    return flatten(a, batch, 1), flatten(b, batch, 1), flatten(C, batch, 2), batch
+
+
+def flatten(tensor: Tensor, batch: torch.Size, dims: int) -> Tensor:
+    """The last `dims` dimensions of a tensor, with one batch dimension in place of `batch`, to which it is expanded."""
+    shape = tensor.shape[-dims:]
+    return tensor.expand(*batch, *shape).reshape(-1, *shape)
 
 
 def common_batch(who: str, *shapes: torch.Size) -> torch.Size:
@@ -262,12 +267,6 @@ def common_batch(who: str, *shapes: torch.Size) -> torch.Size:
         raise ValueError(f"{who}: the leading dimensions must be alike, got {sizes}") from error
 
 
-def _check_scale(who: str, C: Tensor, reg: float) -> None:
-    largest = C.abs().amax().item()
-    if not math.isfinite((C.new_tensor(largest) / reg).item()):
-        raise ValueError(f"{who}: reg = {reg:g} is too small for costs up to {largest:.3g}; raise it")
-
-
 def _check_potentials(g: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
     columns = b.shape[-1]
     if g.ndim < 1 or g.shape[-1] != columns or g.shape[:-1] not in ((), batch):
@@ -276,4 +275,4 @@ def _check_potentials(g: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
         )
     if bool((g.isnan() | g.isposinf()).any()):  # −inf is that of an empty column
         raise ValueError("sinkhorn: potentials have entries that are not finite")
-    return g.to(b).expand(*batch, -1).reshape(b.shape)
+    return flatten(g.to(b), batch, 1)

@@ -28,15 +28,8 @@ if behaviour == "die" and not resumed:
 if behaviour == "sleep" and not resumed:
     time.sleep(60)
 
-point = {
-    "epoch": 1,
-    "step": 5,
-    "train_loss": 2.0,
-    "train_accuracy": 0.3,
-    "test_loss": 1.9,
-    "test_accuracy": 0.4,
-}
-point |= {"orthogonality": 1e-7, "lr": 0.1, "seconds": 3.0}
+point = {"epoch": 1, "step": 5, "train_loss": 2.0, "train_accuracy": 0.3, "test_loss": 1.9}
+point |= {"test_accuracy": 0.4, "orthogonality": 1e-7, "lr": 0.1, "seconds": 3.0}
 last = point | {"epoch": 2, "step": 10, "test_accuracy": 0.5 + seed / 100}
 result = {"status": "finished", "step": 10, "test_accuracy": last["test_accuracy"], "test_loss": 1.8}
 if behaviour == "diverge":

@@ -10,21 +10,11 @@ from ortho_vit import create_model
 from ortho_vit.experiments.attention import attend, heads_of, image_of, main, measure, rollout
 from ortho_vit.experiments.result import run_command
 from ortho_vit.models import find_checkpoint, save_checkpoint
+from tests.helpers.zoo_weights import ABOUT
 
-PIXELS = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-ABOUT = {
-    "pixels": PIXELS,
-    "labels": [2, 0, 1, 3],
-    "classes": ["bird", "cat", "dog", "frog"],
-    "data": "animals",
-    "mean": (0.5, 0.4, 0.3),
-    "std": (0.25, 0.2, 0.3),
-    "accuracy": {"test/accuracy": 0.25},
-    "command": "none",
-    "optimizer": {},
-    "recipe": {},
-    "arguments": {"depth": 2},
-}
+PIXELS = ABOUT["pixels"][:4]
+ANIMALS = ABOUT | {"pixels": PIXELS, "labels": [2, 0, 1, 3], "classes": ["bird", "cat", "dog", "frog"]}
+ANIMALS |= {"arguments": {"depth": 2}}
 OURS, FREE = "ortho_vit_pico.within", "ortho_vit_pico.free"
 
 
@@ -33,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", str(tmp_path))
     for name, constraint in ((OURS, "within"), (FREE, None)):
         model = create_model("ortho_vit_pico", constraint=constraint, depth=2, num_classes=4)
-        save_checkpoint(model, name, folder=tmp_path, **ABOUT)
+        save_checkpoint(model, name, folder=tmp_path, **ANIMALS)
     return tmp_path
 
 

@@ -145,12 +145,25 @@ def test_missing_gensim_is_one_line(
     assert "word vectors need gensim: pip install" in fails(capsys, "shakespeare", "--texts", str(plays))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sonnets"], "invalid choice: 'sonnets'"),
+        (["digits", "--texts", "plays"], "--texts is an option of shakespeare, not of digits"),
+    ],
+)
+def test_a_wrong_corpus_or_option_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        transport.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_command_line_as_a_user_types_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ortho_vit.experiments.transport"]
     missing = [*command, "shakespeare", "--texts", str(tmp_path / "nowhere")]
     result = subprocess.run(missing, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == f"error: no folder {tmp_path / 'nowhere'}\n"
-    unknown = subprocess.run([*command, "sonnets"], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert unknown.returncode != 0
-    assert "invalid choice: 'sonnets'" in unknown.stderr

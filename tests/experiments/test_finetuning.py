@@ -8,9 +8,10 @@ import torch
 
 from ortho_vit import create_model
 from ortho_vit.experiments import finetuning
-from ortho_vit.experiments.finetuning import digits_task, main, markdown, pretrained, train, ways
-from ortho_vit.experiments.result import run_command
+from ortho_vit.experiments.finetuning import digits_task, main, pretrained, train, ways
+from ortho_vit.experiments.result import markdown, run_command
 from ortho_vit.models import save_checkpoint
+from tests.helpers.zoo_weights import ABOUT
 
 NAME = "ortho_vit_pico.trial"
 
@@ -18,24 +19,21 @@ NAME = "ortho_vit_pico.trial"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", str(tmp_path))
-    about = {"classes": list("abcdefghij"), "data": "letters", "mean": [0.5] * 3, "std": [0.2] * 3}
-    about |= {"accuracy": {"test/accuracy": 0.1}, "command": "none", "optimizer": {}, "recipe": {}}
-    pixels = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
-    save_checkpoint(create_model("ortho_vit_pico"), NAME, pixels=pixels, labels=[0], folder=tmp_path, **about)
+    letters = ABOUT | {"classes": list("abcdefghij"), "arguments": {}}
+    save_checkpoint(create_model("ortho_vit_pico"), NAME, folder=tmp_path, **letters)
     return tmp_path
 
 
-def test_no_picture_is_in_two_sets():
+def test_no_image_is_in_two_sets():
     task = digits_task()
-    sets = [
-        {tuple(x.flatten().tolist()) for x in images} for images, _ in (task.train, task.held_out, task.test)
-    ]
-    assert [len(images) for images, _ in (task.train, task.held_out, task.test)] == [1138, 300, 359]
+    parts = [images for images, _ in (task.train, task.held_out, task.test)]
+    sets = [{tuple(x.flatten().tolist()) for x in images} for images in parts]
+    assert [len(images) for images in parts] == [1138, 300, 359]
     assert not sets[0] & sets[1]
     assert not (sets[0] | sets[1]) & sets[2]
 
 
-def test_few_pictures_are_of_all_classes_and_of_other_ones_by_seed():
+def test_few_images_are_of_all_classes_and_of_other_ones_by_seed():
     task = digits_task()
     (images, labels), (others, _) = task.few(50, 0), task.few(50, 1)
     assert labels.bincount().tolist() == [5] * 10
@@ -44,13 +42,8 @@ def test_few_pictures_are_of_all_classes_and_of_other_ones_by_seed():
 
 def test_every_way_has_its_network_and_steps(folder):
     found = {way.label: way for way in ways(NAME, 10, 8)}
-    assert [(way.size, way.steps) for way in found.values()] == [
-        (32, 10),
-        (32, 10),
-        (32, 30),
-        (8, 30),
-        (8, 30),
-    ]
+    sizes_and_steps = [(way.size, way.steps) for way in found.values()]
+    assert sizes_and_steps == [(32, 10), (32, 10), (32, 30), (8, 30), (8, 30)]
     tuned, source = pretrained(NAME, 32), create_model(NAME, pretrained=True)
     assert torch.equal(tuned.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
     assert not torch.equal(tuned.head.weight, source.head.weight)
@@ -79,10 +72,6 @@ def test_the_command_writes_table_numbers_and_figure(folder, capsys, monkeypatch
 
 
 def test_missing_data_is_one_line(folder, capsys):
-    assert (
-        run_command(
-            main, ["--weights", NAME, "--data", "mnist", "--root", str(folder), "--output", str(folder)]
-        )
-        == 1
-    )
+    arguments = ["--weights", NAME, "--data", "mnist", "--root", str(folder), "--output", str(folder)]
+    assert run_command(main, arguments) == 1
     assert capsys.readouterr().err.startswith("error: no MNIST in ")

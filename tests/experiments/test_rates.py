@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 
 from ortho_vit.experiments import rates
-from ortho_vit.experiments.finetuning import digits_task, markdown
+from ortho_vit.experiments.finetuning import digits_task
 from ortho_vit.experiments.rates import error_after, main, show
+from ortho_vit.experiments.result import markdown
 
 
 def test_a_run_is_a_function_of_its_seed_and_stiefel_lr_is_a_rate_of_its_own():

@@ -1,4 +1,4 @@
-"""The whole of it on a few random pictures: real runs, one of them killed, resumed, reported."""
+"""The whole of it on a few random images: real runs, one of them killed, resumed, reported."""
 
 import os
 import signal
@@ -17,8 +17,8 @@ CHOSEN = ["within_stiefel_sgd", "within_stiefel_sgd_qk_mlp"]
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    """CIFAR-10 as it is laid out, with 40 pictures a file."""
+def images(tmp_path):
+    """CIFAR-10 as it is laid out, with 40 images per file."""
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -30,11 +30,11 @@ def pictures(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_survives_a_kill_and_is_reported(tmp_path, pictures, monkeypatch, capsys):
+def test_a_sweep_survives_a_kill_and_is_reported(tmp_path, images, monkeypatch, capsys):
     plan = Sweep(tmp_path / "out", "reduced", "CIFAR10")
     killed, other = (plan.run(ROWS[name], 0) for name in CHOSEN)
     options = ["--preset", "reduced", "--out", str(tmp_path / "out")]
-    run = ["run", *options, "--root", str(pictures), "--seeds", "1", "--workers", "2", "--rows", *CHOSEN]
+    run = ["run", *options, "--root", str(images), "--seeds", "1", "--workers", "2", "--rows", *CHOSEN]
     monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.02)
 
     def kill_once_it_has_a_checkpoint(display):

@@ -154,7 +154,7 @@ def test_other_arguments_than_before_are_refused(tmp_path):
     with pytest.raises(
         UsageError, match=r"was run with other arguments \(fewer there, --data.limit 64 now\)"
     ):
-        other.check()
+        other.check(other.started)
     with pytest.raises(UsageError, match="was run with other arguments"):  # a row that has no run yet
         Sweep(tmp_path / "out", "reduced", "CIFAR10", ("--data.limit", "64")).check()
 
@@ -163,7 +163,7 @@ def test_the_refusal_names_a_value_that_another_option_has_too(tmp_path):
     do(make(tmp_path, "--trainer.max_epochs", "1", rows=["none_sgd"], seeds=(0,)))
     (other,) = make(tmp_path, rows=["none_sgd"], seeds=(0,))
     with pytest.raises(UsageError, match=r"\(--trainer.max_epochs 1 there, fewer now\)"):
-        other.check()
+        other.check(other.started)
 
 
 def test_a_run_that_another_sweep_began_meanwhile_is_not_taken_over(tmp_path):
@@ -185,7 +185,7 @@ def test_a_configuration_without_checkpoint_is_not_kept(tmp_path):
 def test_workers_share_the_cores_and_each_has_a_gpu(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    monkeypatch.setattr(runs_module, "_cores", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
     assert environment(0, 2, [])["OMP_NUM_THREADS"] == "3"
     assert environment(0, 9, [])["OMP_NUM_THREADS"] == "1"
     assert [environment(slot, 3, ["4", "7"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["4", "7", "4"]

@@ -53,13 +53,8 @@ def make_parser() -> Parser:
         type=_seeds,
         help="a number of seeds, or a list: 3, or 0,4,7, or 4, (default: the preset's)",
     )
-    add(
-        "--group",
-        action="append",
-        choices=(*GROUPS, "all"),
-        default=[],
-        help="group of rows; may be repeated (default: the preset's first, table or contrasts)",
-    )
+    group = "group of rows; may be repeated (default: the preset's first, table or contrasts)"
+    add("--group", action="append", choices=(*GROUPS, "all"), default=[], help=group)
     add("--rows", nargs="+", default=[], metavar="PATTERN", help="names of rows, such as 'within_*'")
     add("--out", type=Path, default=Path("runs/table1"), help="folder of the runs (default runs/table1)")
     add("--workers", type=int, help="runs at a time (default: one per GPU, otherwise one)")
@@ -89,7 +84,7 @@ def run(options: argparse.Namespace, runs: Sequence[Run]) -> int:
     check_data(options)
     display = Display(runs)
     outcome = sweep(runs, workers, display.say, display.show)
-    display.say("\n".join(overview(runs)))
+    display.say(*overview(runs))
     if outcome.stopped:
         display.say("stopped; the same command continues where it was")
         return 130
@@ -112,14 +107,12 @@ def check_data(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace, plan: Sweep) -> int:
-    groups = options.group or list(PRESETS[options.preset].groups)
-    selected = select(PRESETS[options.preset], groups, options.rows)
+    """Write the finished runs that were asked for as JSON and CSV, draw the figures, write the tables."""
+    preset, folder = PRESETS[options.preset], options.to or options.out / "report"
+    selected = select(preset, options.group or preset.groups, options.rows)
     names = {name for group in selected.values() for name in group}
-    runs = [
-        run for run in plan.begun() if run.row.name in names and run.seed in (options.seeds or [run.seed])
-    ]
-    folder = options.to or options.out / "report"
-    collect(plan, runs).save(folder)
+    runs = [run for run in plan.begun() if run.row.name in names]
+    collect(plan, [run for run in runs if not options.seeds or run.seed in options.seeds]).save(folder)
     result = load(folder, plan.name)
     for path in figures.draw(result, folder):
         print(path)
@@ -148,19 +141,14 @@ def remember(options: argparse.Namespace, plan: Sweep) -> None:
 
 def recall(options: argparse.Namespace) -> tuple[str, ...]:
     """Fill in the options from the latest sweep that agrees with them, and return what followed its `--`."""
-    kept = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in options.out.glob("*/sweep.json")]
-    allowed = [
-        (path.stat().st_mtime, sweep)
-        for path, sweep in kept
-        if options.preset in (None, sweep["preset"]) and options.data in (None, sweep["data"])
-    ]
-    if not allowed:
-        return ()
-    _, last = max(allowed, key=lambda pair: pair[0])
-    asked_for = options.seeds or options.group or options.rows
-    for name in ("preset", "data") if asked_for or options.command == "report" else REMEMBERED:
-        setattr(options, name, last[name])
-    return tuple(last["overrides"])
+    for path in sorted(options.out.glob("*/sweep.json"), key=lambda p: p.stat().st_mtime, reverse=True):
+        last = json.loads(path.read_text(encoding="utf-8"))
+        if options.preset in (None, last["preset"]) and options.data in (None, last["data"]):
+            asked_for = options.seeds or options.group or options.rows
+            for name in ("preset", "data") if asked_for or options.command == "report" else REMEMBERED:
+                setattr(options, name, last[name])
+            return tuple(last["overrides"])
+    return ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remember(options, plan)
             return run(options, runs)
         print("\n".join(overview(runs)))
-    except (UsageError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

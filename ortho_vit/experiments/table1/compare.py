@@ -17,43 +17,8 @@ from ortho_vit.experiments.table1.rows import CONSTRAINED, DATA, PAPER, chosen
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The runs of a row: test errors by seed, and aggregates."""
-
-    errors: dict[int, float]
-    diverged: dict[int, int]  # seed: step
-    train_error: float | None  # of the last epoch, mean over finished runs
-    seconds: float | None  # mean over finished runs
-    orthogonality: float | None  # the largest |XXᵀ − I| at the end of a run
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.errors.values()) if self.errors else None
-
-    @property
-    def std(self) -> float | None:
-        return statistics.stdev(self.errors.values()) if len(self.errors) > 1 else None
-
-
-def summarize(result: Result, row: str, seed: int | None = None) -> Summary:
-    """Summarize a row over all seeds, or for one."""
-    runs = [run for run in result.table if run["row"] == row and seed in (None, run["seed"])]
-    finished = [run for run in runs if run["status"] == "finished"]
-    seconds = [run["seconds"] for run in finished]
-    trained = [a for run in finished if (a := run.get("train_accuracy")) is not None]
-    orthogonality = [run["orthogonality"] for run in finished if run["orthogonality"] is not None]
-    return Summary(
-        errors={run["seed"]: round(100 * (1 - run["test_accuracy"]), 4) for run in finished},
-        diverged={run["seed"]: run["step"] for run in runs if run["status"] == "diverged"},
-        train_error=100 * (1 - statistics.fmean(trained)) if trained else None,
-        seconds=statistics.fmean(seconds) if seconds else None,
-        orthogonality=max(orthogonality, default=None),
-    )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Paired by seed: error of one row minus error of another; below zero the first is better."""
+class Sample:
+    """Numbers, one per seed."""
 
     values: Sequence[float]
 
@@ -68,6 +33,39 @@ class Difference:
     @property
     def std(self) -> float | None:
         return statistics.stdev(self.values) if self.n > 1 else None
+
+
+@dataclass(frozen=True)
+class Summary(Sample):
+    """The runs of a row: test errors, as values and by seed, and aggregates."""
+
+    errors: dict[int, float]
+    diverged: dict[int, int]  # seed: step
+    train_error: float | None  # of the last epoch, mean over finished runs
+    seconds: float | None  # mean over finished runs
+    orthogonality: float | None  # the largest |XXᵀ − I| at the end of a run
+
+
+def summarize(result: Result, row: str, seed: int | None = None) -> Summary:
+    """Summarize a row over all seeds, or for one."""
+    runs = [run for run in result.table if run["row"] == row and seed in (None, run["seed"])]
+    finished = [run for run in runs if run["status"] == "finished"]
+    seconds = [run["seconds"] for run in finished]
+    trained = [a for run in finished if (a := run.get("train_accuracy")) is not None]
+    orthogonality = [run["orthogonality"] for run in finished if run["orthogonality"] is not None]
+    errors = {run["seed"]: round(100 * (1 - run["test_accuracy"]), 4) for run in finished}
+    return Summary(
+        values=list(errors.values()),
+        errors=errors,
+        diverged={run["seed"]: run["step"] for run in runs if run["status"] == "diverged"},
+        train_error=100 * (1 - statistics.fmean(trained)) if trained else None,
+        seconds=statistics.fmean(seconds) if seconds else None,
+        orthogonality=max(orthogonality, default=None),
+    )
+
+
+class Difference(Sample):
+    """Paired by seed: error of one row minus error of another; below zero the first is better."""
 
     @property
     def better(self) -> int:

@@ -10,20 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ortho_vit.experiments import figure as style
 from ortho_vit.experiments.figure import legend_below, new_figure, save_figure
 from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.table1 import rows
 from ortho_vit.experiments.table1.compare import common_seed, paired_contrast, summarize
 from ortho_vit.experiments.table1.presets import PRESETS
-from ortho_vit.experiments.table1.rows import (
-    CONTRASTED,
-    CONTROLS,
-    FACTORS,
-    GROUPS,
-    INTEGRATORS,
-    LEARNING_RATE,
-    ROWS,
-    Row,
-    at_rate,
-    chosen,
-)
+from ortho_vit.experiments.table1.rows import CONTRASTED, CONTROLS, GROUPS, ROWS, Row, at_rate, chosen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,9 +64,9 @@ def curves(result: Result) -> "Figure":
     for i, column in product((1, 3), (0, 1)):
         axes[i][column].sharey(axes[i - 1][column])
     for column, family in enumerate(("SGD", "Adam")):
-        rows = [ROWS[name] for name in GROUPS["table"] if family in ROWS[name].method]
+        members = [ROWS[name] for name in GROUPS["table"] if family in ROWS[name].method]
         for i, constraint in enumerate(("within", "across")):
-            for row in rows:
+            for row in members:
                 if row.constraint in (constraint, "none"):
                     _curve(axes[i][column], result, row, "test_accuracy")
                     _curve(axes[2 + i][column], result, row, "train_loss")
@@ -98,20 +88,19 @@ def curves(result: Result) -> "Figure":
 def _curve(
     axis: "Axes", result: Result, row: Row, column: str, colour: str | None = None, line: str | None = None
 ) -> None:
-    by_epoch: dict[float, list[float]] = {}
-    finished = {f"{row.name} {seed}" for seed in summarize(result, row.name).errors}
-    for label, curve in result.series.items():
-        if label in finished:
-            for epoch, value in zip(curve["epoch"], curve.get(column, ()), strict=False):
-                if not math.isnan(value):
-                    shown = 100 * (1 - value) if "accuracy" in column else value
-                    by_epoch.setdefault(epoch, []).append(shown)
+    """Draw the mean over the seeds that finished, and their range as a band."""
+    finished = [f"{row.name} {seed}" for seed in summarize(result, row.name).errors]
+    measured = [label for label in finished if column in result.series.get(label, {})]
+    by_epoch = {}
+    for epoch, numbers in sorted(result.grouped(measured, "epoch", column).items()):
+        shown = [100 * (1 - v) if "accuracy" in column else v for v in numbers if not math.isnan(v)]
+        if shown:
+            by_epoch[epoch] = shown
     if by_epoch:
-        epochs = sorted(by_epoch)
-        values = [by_epoch[epoch] for epoch in epochs]
-        means = [*map(statistics.fmean, values)]
+        epochs, values = list(by_epoch), list(by_epoch.values())
         colour, line = colour or _colour(row), line or LINES[row.constraint]
         marker = "o" if len(epochs) == 1 else None
+        means = [*map(statistics.fmean, values)]
         axis.plot(epochs, means, label=row.label, color=colour, ls=line, lw=1.4, marker=marker)
         if max(map(len, values)) > 1:
             lowest, highest = [*map(min, values)], [*map(max, values)]
@@ -121,11 +110,10 @@ def _curve(
 def errors(result: Result) -> "Figure":
     """Every run as a dot, the mean as a bar."""
     names = [n for n in (*GROUPS["table"], *GROUPS["own"]) if summarize(result, n).errors]
-    figure, axes = new_figure(1, 1, 1.2 + 0.28 * len(names))
-    axis: Axes = axes
+    figure, axis = new_figure(1, 1, 1.2 + 0.28 * len(names))
     for height, name in enumerate(reversed(names)):
         summary, colour = summarize(result, name), _colour(ROWS[name])
-        axis.plot(list(summary.errors.values()), [height] * len(summary.errors), "o", color=colour, alpha=0.6)
+        axis.plot(summary.values, [height] * summary.n, "o", color=colour, alpha=0.6)
         axis.plot(summary.mean or 0.0, height, "|", ms=16, color=colour)
     axis.set_yticks(range(len(names)), [ROWS[name].label for name in reversed(names)])
     axis.set_ylim(-0.7, len(names) - 0.3)
@@ -137,23 +125,20 @@ def errors(result: Result) -> "Figure":
 
 def learning_rate(result: Result) -> "Figure":
     """Test error of one seed against the learning rate; runs that diverged are crosses above the others."""
-    figure, axes = new_figure(1, 1, 4.4)
-    axis: Axes = axes
+    figure, axis = new_figure(1, 1, 4.4)
+    rates = {factor: rows.LEARNING_RATE * factor for factor in rows.FACTORS}
     seed = common_seed(result, GROUPS["learning-rate"])
-    for number, (integrator, base) in enumerate(INTEGRATORS.items()):
-        rates, values, diverged = [], [], []
-        for factor in FACTORS:
-            summary = summarize(result, at_rate(base, factor), seed)
-            rates.append(LEARNING_RATE * factor)
-            values.append(math.nan if summary.mean is None else summary.mean)
-            diverged += rates[-1:] if summary.diverged else []
+    for number, (integrator, base) in enumerate(rows.INTEGRATORS.items()):
+        summaries = {rate: summarize(result, at_rate(base, factor), seed) for factor, rate in rates.items()}
+        values = [math.nan if summary.mean is None else summary.mean for summary in summaries.values()]
+        diverged = [rate for rate, summary in summaries.items() if summary.diverged]
         colour, height = style.COLOURS[number], 0.96 - 0.06 * number  # one below the other
-        axis.semilogx(rates, values, style.MARKERS[number] + "-", color=colour, label=integrator)
+        axis.semilogx(list(summaries), values, style.MARKERS[number] + "-", color=colour, label=integrator)
         look: dict[str, Any] = {"color": colour, "transform": axis.get_xaxis_transform()}
         axis.plot(diverged, [height] * len(diverged), "x", ms=7, **look)
         if diverged:
             axis.text(diverged[0] / 1.06, height, f"{integrator}: diverged", ha="right", va="center", **look)
-    axis.set_xticks([LEARNING_RATE * f for f in FACTORS], [f"{LEARNING_RATE * f:g}" for f in FACTORS])
+    axis.set_xticks(list(rates.values()), [f"{rate:g}" for rate in rates.values()])
     axis.minorticks_off()
     axis.margins(y=0.2)
     axis.set(xlabel="learning rate of all parameters", ylabel="test error, %")
@@ -189,8 +174,7 @@ def contrasts(results: Sequence[Result]) -> "Figure":
     Intervals are drawn from three seeds on; with two they would be many times wider than any difference.
     """
     pairs = [(r, name) for r in results for name in CONTRASTED[1:] if paired_contrast(r, name).n]
-    figure, axes = new_figure(1, 1, 1.5 + 0.35 * len(pairs))
-    axis: Axes = axes
+    figure, axis = new_figure(1, 1, 1.5 + 0.35 * len(pairs))
     labels = []
     for height, (result, name) in enumerate(reversed(pairs)):
         paired, colour = paired_contrast(result, name), CONTRAST_COLOURS[name]

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from ortho_vit.experiments.result import duration
 from ortho_vit.experiments.table1.runs import Run
@@ -23,15 +24,11 @@ def overview(runs: Sequence[Run]) -> list[str]:
         parts[2] += f" ({count['interrupted']} begun)"
     if (seconds := remaining(runs, states)) is not None:
         parts.append(f"about {duration(seconds)} to go")
-    lines = [", ".join(parts)]
-    for run, state in zip(runs, states, strict=True):
-        if state == "running":
-            lines.append(f"  {run.name}  {_where(run)}  ({run.owner()})")
-    return lines
+    running = [run for run, state in zip(runs, states, strict=True) if state == "running"]
+    return [", ".join(parts), *(f"  {run.name}  {_where(run.progress)}  ({run.owner()})" for run in running)]
 
 
-def _where(run: Run) -> str:
-    progress = run.progress
+def _where(progress: dict[str, Any] | None) -> str:
     if not progress:
         return "starting"
     epoch = min(progress["epoch"] + 1, progress["epochs"])
@@ -43,17 +40,16 @@ def remaining(runs: Sequence[Run], states: Sequence[str]) -> float | None:
 
     None before the first step, and when nothing runs.
     """
-    seconds = steps = todo = 0.0
-    length = 0
+    seconds = steps = longest = todo = 0.0
     for run, state in zip(runs, states, strict=True):
-        progress = None if state == "waiting" else run.progress
+        progress = run.progress if state != "waiting" else None
         if progress:
             seconds, steps = seconds + progress["seconds"], steps + progress["step"]
-            length = max(length, progress["steps"])
+            longest = max(longest, progress["steps"])
         if state not in ("finished", "diverged"):
             todo += 1 - (progress["step"] / progress["steps"] if progress else 0)
-    running = sum(state == "running" for state in states)
-    return todo * length * seconds / steps / running if steps and running else None
+    running = states.count("running")
+    return todo * longest * seconds / steps / running if steps and running else None
 
 
 class Display:
@@ -65,25 +61,21 @@ class Display:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
         self._live = sys.stdout.isatty()
-        self._lines = 0
+        self._lines = 0  # of the overview, which the next message replaces
         self._shown = 0.0
 
-    def say(self, line: str) -> None:
-        self._erase()
-        print(line, flush=True)
+    def say(self, *lines: str) -> None:
+        if self._lines:
+            print(f"\033[{self._lines}A\033[J", end="")
+        self._lines = 0
+        print("\n".join(lines), flush=True)
 
     def show(self) -> None:
         if not self._live and time.monotonic() - self._shown < 60:
             return
         self._shown = time.monotonic()
-        self._erase()
         lines = overview(self.runs)
         if self._live:  # a line that wraps cannot be erased
             lines = [line[: shutil.get_terminal_size().columns - 1] for line in lines]
-        print("\n".join(lines), flush=True)
-        self._lines = len(lines)
-
-    def _erase(self) -> None:
-        if self._live and self._lines:
-            print(f"\033[{self._lines}A\033[J", end="")
-        self._lines = 0
+        self.say(*lines)
+        self._lines = len(lines) if self._live else 0

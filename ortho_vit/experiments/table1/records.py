@@ -38,29 +38,26 @@ ALWAYS = {"epoch", "train_loss", "test_accuracy"}
 
 def collect(sweep: Sweep, runs: Iterable[Run]) -> Result:
     """The finished runs as one result."""
-    settings = {"preset": sweep.preset, "data": sweep.data}
-    collected = Result(sweep.name, settings, versions={})
+    collected = Result(sweep.name, {"preset": sweep.preset, "data": sweep.data}, versions={})
     curves: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if (result := run.result) is None:
             continue
         curve = [_flat(point) for point in result["curve"]]
-        known = {name: result.get(name) for name in FIELDS}
-        last = curve[-1] if curve else {}
-        for name in ("train_accuracy", "val_accuracy"):
-            # Rounded as in the CSV file
-            known[name] = None if last.get(name) is None else float(f"{last[name]:.6g}")
-        made = {"commit": run.commit, "command": run.command}
-        collected.table.append({"row": run.row.name, "seed": run.seed} | known | made)
         curves[f"{run.row.name} {run.seed}"] = curve
+        entry = {"row": run.row.name, "seed": run.seed} | {name: result.get(name) for name in FIELDS}
+        for name in ("train_accuracy", "val_accuracy"):
+            last = curve[-1].get(name) if curve else None
+            entry[name] = None if last is None else float(f"{last:.6g}")  # rounded as in the CSV file
+        started = run.started or {"arguments": run.arguments}
+        command = shlex.join(["python", "train.py", *started["arguments"]])
+        collected.table.append(entry | {"commit": started.get("commit"), "command": command})
     points = [point for curve in curves.values() for point in curve]
     columns = [c for c in COLUMNS if c in ALWAYS or any(point.get(c) is not None for point in points)]
     for label, curve in curves.items():
-        if curve:
-            series = {c: [point.get(c) for point in curve] for c in columns}
-            collected.series[label] = {
-                c: [math.nan if v is None else float(v) for v in values] for c, values in series.items()
-            }
+        for point in curve:
+            values = {column: point.get(column) for column in columns}
+            collected.add_point(label, {c: math.nan if v is None else v for c, v in values.items()})
     return collected
 
 
@@ -91,16 +88,14 @@ def restore(sweep: Sweep, folder: Path) -> int:
         run = sweep.run(ROWS[entry["row"]], entry["seed"])
         if (lock := run.claim()) is None:  # done, or under way
             continue
-        curve = result.series.get(f"{entry['row']} {entry['seed']}", {})
-        points = [
-            dict(zip(curve, map(finite_or_none, point), strict=True))
-            for point in zip(*curve.values(), strict=True)
-        ]
         arguments = shlex.split(entry["command"])[2:]  # after python train.py
-        run.compare(arguments)
-        made = {"row": entry["row"], "seed": entry["seed"], "arguments": arguments}
+        curve = result.series.get(f"{entry['row']} {entry['seed']}", {})
+        points = zip(*(map(finite_or_none, values) for values in curve.values()), strict=True)
+        kept = {name: entry[name] for name in FIELDS}
         with lock:
-            write_json(run.folder / "run.json", made | {"commit": entry["commit"]})
-            write_json(run.folder / "result.json", {name: entry[name] for name in FIELDS} | {"curve": points})
+            run.check({"arguments": arguments})
+            run.write_started(arguments, entry["commit"])
+            kept["curve"] = [dict(zip(curve, point, strict=True)) for point in points]
+            write_json(run.folder / "result.json", kept)
         restored += 1
     return restored

@@ -7,6 +7,7 @@ paper's Table 1, and the contrasts, which ask what the constraint does beyond se
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ortho_vit.errors import UsageError, did_you_mean
 from ortho_vit.experiments.table1.presets import Preset
@@ -59,83 +60,9 @@ METHODS = {
     "adam": "Adam",
     "adamw": "AdamW",
 }
-LEARNING_RATE = 0.15  # StiefelSGD's
+LEARNING_RATE, FREE_RATE = 0.15, 0.1  # StiefelSGD's, SGD's
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 INTEGRATORS = {"paper": "within_stiefel_sgd", "isometric": "within_stiefel_sgd_isometric"}
-SHARES = (0.25, 4.0)  # of the learning rate for the constrained blocks alone
-PROJECTIONS = {
-    "q": "within_stiefel_sgd_q",
-    "qk": "within_stiefel_sgd",
-    "qkv": "within_stiefel_sgd_qkv",
-    "qk+mlp": "within_stiefel_sgd_qk_mlp",
-}
-
-
-def _table() -> Iterable[Row]:
-    for name in PAPER:
-        constraint, _, optimizer = name.partition("_")
-        family = "none_sgd" if name.endswith("sgd") else "none_adam"
-        yield Row(name, METHODS[optimizer], constraint, name, reference=None if name == family else family)
-
-
-ISOMETRIC = ("--model.optimizer.init_args.integrator", "isometric")
-
-
-def _own() -> Iterable[Row]:
-    for kind in ("sgd", "adam"):
-        name = f"within_stiefel_{kind}"
-        method = f"{METHODS[f'stiefel_{kind}']}, isometric"
-        yield Row(f"{name}_isometric", method, "within", name, ISOMETRIC, reference=name)
-    name = "within_projected_stiefel_sgd"
-    one_rate = ("--model.optimizer.init_args.stiefel_lr", "0.1")
-    yield Row(f"{name}_one_rate", "ProjectedStiefelSGD, one rate", "within", name, one_rate, reference=name)
-    as_stiefel = ("--model.optimizer.init_args.lr", f"{LEARNING_RATE:g}")
-    yield Row(
-        "none_sgd_same_rate", "SGD, lr of StiefelSGD", "none", "none_sgd", as_stiefel, reference="none_sgd"
-    )
-    start = "none_sgd_orthonormal_start"  # weights that begin on the manifold, and nothing to keep them there
-    no_penalty = ("--model.optimizer.init_args.penalty", "0")
-    yield Row(
-        start, "SGD, orthonormal start", "none", "within_regularized_sgd", no_penalty, reference="none_sgd"
-    )
-
-
-def at_rate(row: str, factor: float) -> str:
-    """The name of a row at `factor` times its learning rate."""
-    return row if factor == 1 else f"{row}_rate_x{factor:g}"
-
-
-def _at_rates(row: Row, rate: float, factors: Iterable[float]) -> Iterable[Row]:
-    """The row at multiples of its learning rate, except 1."""
-    for factor in factors:
-        if factor != 1:
-            arguments = (*row.arguments, "--model.optimizer.init_args.lr", f"{rate * factor:g}")
-            name, method = at_rate(row.name, factor), f"{row.method}, lr × {factor:g}"
-            yield replace(row, name=name, method=method, arguments=arguments, reference=row.name)
-
-
-def _learning_rate() -> Iterable[Row]:
-    for integrator, base in INTEGRATORS.items():
-        arguments = ("--model.optimizer.init_args.integrator", integrator)
-        row = Row(base, f"StiefelSGD, {integrator}", "within", "within_stiefel_sgd", arguments)
-        yield from _at_rates(row, LEARNING_RATE, dict.fromkeys((*FACTORS, *LARGE_FACTORS)))
-
-
-def _two_rates() -> Iterable[Row]:
-    base = "within_stiefel_sgd"
-    for share in SHARES:
-        arguments = ("--model.optimizer.init_args.stiefel_lr", f"{LEARNING_RATE * share:g}")
-        method = f"StiefelSGD, constrained lr × {share:g}"
-        yield Row(f"{base}_stiefel_rate_x{share:g}", method, "within", base, arguments, base)
-
-
-def _projections() -> Iterable[Row]:
-    base = "within_stiefel_sgd"
-    for parts, name in PROJECTIONS.items():
-        if name != base:
-            kwargs = ("--model.model_kwargs", f'{{"projections": "{parts}"}}')
-            yield Row(name, f"StiefelSGD on {parts.upper()}", "within", base, kwargs, base)
-
 
 # The contrasts: the constrained row against each of three controls; plain SGD for reference.
 CONSTRAINED = "within_stiefel_sgd_isometric"
@@ -143,23 +70,23 @@ CONTROLS = ("none_sgd_large_start", "none_sgd_held_norm", "none_sgd_qk_norm")
 CONTRASTED = (CONSTRAINED, *CONTROLS, "none_sgd")
 CONTRAST_FACTORS = (0.5, 1.0, 2.0)  # of a row's own learning rate
 LARGE_FACTORS = (4.0, 8.0, 16.0, 32.0, 64.0)  # until nothing trains
-CHOSEN = {  # factors chosen on the preset `few` and used for all presets; 1 for rows that are not listed
+CHOSEN = {  # factors chosen on the preset `few` and used for all presets
     CONSTRAINED: 2.0,
     "none_sgd_large_start": 0.5,
     "none_sgd_held_norm": 1.0,
     "none_sgd_qk_norm": 0.5,
     "none_sgd": 0.5,
 }
-FREE_RATE = 0.1  # SGD's
-LARGE_START, HELD_NORM = (
-    f"--trainer.callbacks+=ortho_vit.experiments.table1.controls.{name}"
-    for name in ("LargeStart", "HeldNorm")
-)
+
+
+def at_rate(row: str, factor: float) -> str:
+    """The name of a row at `factor` times its learning rate."""
+    return row if factor == 1 else f"{row}_rate_x{factor:g}"
 
 
 def chosen(row: str) -> str:
-    """The name of the row at the learning rate that was chosen for it."""
-    return at_rate(row, CHOSEN.get(row, 1.0))
+    """The name of a contrasted row at the learning rate that was chosen for it."""
+    return at_rate(row, CHOSEN[row])
 
 
 def base_rate(row: str) -> float:
@@ -167,67 +94,121 @@ def base_rate(row: str) -> float:
 
 
 def rate_of(row: str) -> float:
-    """The learning rate that was chosen for a row."""
-    return base_rate(row) * CHOSEN.get(row, 1.0)
+    """The learning rate that was chosen for a contrasted row."""
+    return base_rate(row) * CHOSEN[row]
 
 
-def _contrasts() -> Iterable[Row]:
-    free: dict[str, tuple[str, tuple[str, ...]]] = {
-        "none_sgd": ("SGD", ()),
-        "none_sgd_large_start": ("SGD, large start", (LARGE_START,)),
-        "none_sgd_held_norm": ("SGD, norm held", (HELD_NORM,)),
-        "none_sgd_qk_norm": ("SGD, qk_norm", ("--model.model_kwargs", '{"qk_norm": true}')),
-    }
-    for name, (method, arguments) in free.items():
-        row = Row(name, method, "none", "none_sgd", arguments, None if name == "none_sgd" else "none_sgd")
-        yield row
-        yield from _at_rates(row, FREE_RATE, (*CONTRAST_FACTORS, *LARGE_FACTORS))
+# ----------------------------------------------------------------------------------------------------------- the rows
+
+LR, STIEFEL_LR, INTEGRATOR = (
+    f"--model.optimizer.init_args.{name}" for name in ("lr", "stiefel_lr", "integrator")
+)
+KWARGS = "--model.model_kwargs"
+ISOMETRIC = (INTEGRATOR, "isometric")
+NO_PENALTY = ("--model.optimizer.init_args.penalty", "0")
+LARGE_START, HELD_NORM = (
+    (f"--trainer.callbacks+=ortho_vit.experiments.table1.controls.{name}",)
+    for name in ("LargeStart", "HeldNorm")
+)
 
 
-def _exploratory() -> Iterable[Row]:
-    """One seed each; besides these, rows of other groups."""
-    for kind in ("adam", "adamw"):
-        name, method = f"none_{kind}", f"{METHODS[kind]}, large start"
-        yield Row(f"{name}_large_start", method, "none", name, (LARGE_START,), name)
-    across = "across_stiefel_sgd"
-    yield Row(f"{across}_isometric", "StiefelSGD, isometric", "across", across, ISOMETRIC, CONSTRAINED)
-    base = "within_stiefel_sgd"
-    frozen = (*ISOMETRIC, "--model.optimizer.init_args.stiefel_lr", "0")
-    yield Row(f"{CONSTRAINED}_frozen", "SGD, Q and K frozen", "within", base, frozen, CONSTRAINED)
-    values = (*ISOMETRIC, "--model.model_kwargs", '{"projections": "qkv"}')
-    yield Row(f"{CONSTRAINED}_qkv", "StiefelSGD on QKV, isometric", "within", base, values, CONSTRAINED)
-    scaled = (*ISOMETRIC, "--model.scale", "true")
-    yield Row(f"{CONSTRAINED}_scale", "StiefelSGD, a scale per head", "within", base, scaled, CONSTRAINED)
-    for heads in (2, 3):
-        shared = (*ISOMETRIC, "--model.constraint", str(heads))
-        method, what = "StiefelSGD, isometric", f"{heads} heads per block"
-        yield Row(f"{CONSTRAINED}_{heads}_heads", method, what, base, shared, CONSTRAINED)
-    optimizer = "--model.optimizer"
-    muon = (
-        *(optimizer, "ortho_vit.optim.StiefelMuon", f"{optimizer}.init_args.lr", "0.001"),
-        *(f"{optimizer}.init_args.weight_decay", "0.2"),  # as AdamW's
+def paper_row(name: str) -> Row:
+    constraint, _, optimizer = name.partition("_")
+    family = "none_sgd" if name.endswith("sgd") else "none_adam"
+    return Row(name, METHODS[optimizer], constraint, name, reference=None if name == family else family)
+
+
+def vary(base: Row, suffix: str, method: str, arguments: tuple[str, ...], **changes: Any) -> Row:
+    """A row with more arguments than another, against which it is tested."""
+    about = {"name": f"{base.name}_{suffix}", "method": method, "reference": base.name}
+    return replace(base, arguments=base.arguments + arguments, **(about | changes))
+
+
+def at_rates(row: Row, rate: float, factors: Iterable[float]) -> list[Row]:
+    """The row at multiples of its learning rate, except 1."""
+    return [
+        vary(row, f"rate_x{factor:g}", f"{row.method}, lr × {factor:g}", (LR, f"{rate * factor:g}"))
+        for factor in factors
+        if factor != 1
+    ]
+
+
+TABLE = {name: paper_row(name) for name in PAPER}
+SGD, STIEFEL_SGD = TABLE["none_sgd"], TABLE["within_stiefel_sgd"]
+WITHIN = vary(STIEFEL_SGD, "isometric", "StiefelSGD, isometric", ISOMETRIC)
+PROJECTED = TABLE["within_projected_stiefel_sgd"]
+OWN = (
+    WITHIN,
+    vary(TABLE["within_stiefel_adam"], "isometric", "StiefelAdam, isometric", ISOMETRIC),
+    vary(PROJECTED, "one_rate", "ProjectedStiefelSGD, one rate", (STIEFEL_LR, "0.1")),
+    vary(SGD, "same_rate", "SGD, lr of StiefelSGD", (LR, "0.15")),
+    # begins on the manifold; nothing keeps it there
+    vary(SGD, "orthonormal_start", "SGD, orthonormal start", NO_PENALTY, config="within_regularized_sgd"),
+)
+RATES = tuple(
+    row
+    for integrator, name in INTEGRATORS.items()
+    for row in at_rates(
+        Row(name, f"StiefelSGD, {integrator}", "within", "within_stiefel_sgd", (INTEGRATOR, integrator)),
+        LEARNING_RATE,
+        dict.fromkeys(FACTORS + LARGE_FACTORS),
     )
-    yield Row("none_muon", "Muon", "none", "none_adamw", muon, "none_adamw")
-    yield Row("within_stiefel_muon", "StiefelMuon", "within", "within_stiefel_adam", muon, "none_muon")
+)
+TWO_RATES = (
+    vary(STIEFEL_SGD, "stiefel_rate_x0.25", "StiefelSGD, constrained lr × 0.25", (STIEFEL_LR, "0.0375")),
+    vary(STIEFEL_SGD, "stiefel_rate_x4", "StiefelSGD, constrained lr × 4", (STIEFEL_LR, "0.6")),
+)
+PROJECTIONS = (
+    vary(STIEFEL_SGD, "q", "StiefelSGD on Q", (KWARGS, '{"projections": "q"}')),
+    STIEFEL_SGD,
+    vary(STIEFEL_SGD, "qkv", "StiefelSGD on QKV", (KWARGS, '{"projections": "qkv"}')),
+    vary(STIEFEL_SGD, "qk_mlp", "StiefelSGD on QK+MLP", (KWARGS, '{"projections": "qk+mlp"}')),
+)
+FREE = (
+    SGD,
+    vary(SGD, "large_start", "SGD, large start", LARGE_START),
+    vary(SGD, "held_norm", "SGD, norm held", HELD_NORM),
+    vary(SGD, "qk_norm", "SGD, qk_norm", (KWARGS, '{"qk_norm": true}')),
+)
+CONTRASTS = tuple(
+    each for row in FREE for each in (row, *at_rates(row, FREE_RATE, CONTRAST_FACTORS + LARGE_FACTORS))
+)
+MUON = (
+    "--model.optimizer", "ortho_vit.optim.StiefelMuon", LR, "0.001",
+    "--model.optimizer.init_args.weight_decay", "0.2",  # as AdamW's
+)  # fmt: skip
+EXPLORATORY = (
+    vary(TABLE["none_adam"], "large_start", "Adam, large start", LARGE_START),
+    vary(TABLE["none_adamw"], "large_start", "AdamW, large start", LARGE_START),
+    vary(TABLE["across_stiefel_sgd"], "isometric", "StiefelSGD, isometric", ISOMETRIC, reference=CONSTRAINED),
+    vary(WITHIN, "frozen", "SGD, Q and K frozen", (STIEFEL_LR, "0")),
+    vary(WITHIN, "qkv", "StiefelSGD on QKV, isometric", (KWARGS, '{"projections": "qkv"}')),
+    vary(WITHIN, "scale", "StiefelSGD, a scale per head", ("--model.scale", "true")),
+    vary(WITHIN, "2_heads", WITHIN.method, ("--model.constraint", "2"), constraint="2 heads per block"),
+    vary(WITHIN, "3_heads", WITHIN.method, ("--model.constraint", "3"), constraint="3 heads per block"),
+    Row("none_muon", "Muon", "none", "none_adamw", MUON, "none_adamw"),
+    Row("within_stiefel_muon", "StiefelMuon", "within", "within_stiefel_adam", MUON, "none_muon"),
+)
+_ALL = (*TABLE.values(), *OWN, *RATES, *TWO_RATES, *PROJECTIONS, *CONTRASTS, *EXPLORATORY)
+ROWS = {row.name: row for row in _ALL}
 
 
-_MADE = (_table(), _own(), _learning_rate(), _two_rates(), _projections(), _contrasts(), _exploratory())
-ROWS = {row.name: row for rows in _MADE for row in rows}
+def names(rows: Iterable[Row]) -> tuple[str, ...]:
+    return tuple(row.name for row in rows)
+
+
 GROUPS = {
     "table": tuple(PAPER),
-    "own": tuple(row.name for row in _own()),
+    "own": names(OWN),
     "learning-rate": tuple(at_rate(base, factor) for base in INTEGRATORS.values() for factor in FACTORS),
-    "two-rates": tuple(row.name for row in _two_rates()),
-    "projections": tuple(PROJECTIONS.values()),
+    "two-rates": names(TWO_RATES),
+    "projections": names(PROJECTIONS),
     "contrasts": tuple(chosen(name) for name in CONTRASTED),
     "rates": tuple(at_rate(name, factor) for name in CONTRASTED for factor in CONTRAST_FACTORS),
     "largest-rate": tuple(
         at_rate(name, factor) for name in CONTRASTED for factor in (*CONTRAST_FACTORS[1:], *LARGE_FACTORS)
     ),
-    "exploratory": (
-        *("none_adam", "none_adamw", "within_stiefel_adam_isometric"),
-        *(row.name for row in _exploratory()),
-    ),
+    "exploratory": ("none_adam", "none_adamw", "within_stiefel_adam_isometric", *names(EXPLORATORY)),
 }
 ONE_SEED = ("learning-rate", "two-rates", "projections", "rates", "largest-rate", "exploratory")
 
@@ -249,7 +230,10 @@ def select(preset: Preset, groups: Sequence[str], patterns: Sequence[str]) -> di
     groups = groups or (tuple(GROUPS) if patterns else preset.groups[:1])
     if "all" in groups:
         groups = preset.groups
-    _check_patterns(patterns)
+    for pattern in patterns:
+        if not fnmatch.filter(ROWS, pattern):
+            hint = did_you_mean(pattern, ROWS) or f"; there are {', '.join(PAPER)}, ..."
+            raise UsageError(f"no row matches {pattern!r}{hint}")
     selected = {
         group: [n for n in GROUPS[group] if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         for group in groups
@@ -259,10 +243,3 @@ def select(preset: Preset, groups: Sequence[str], patterns: Sequence[str]) -> di
             f"no row of {', '.join(groups)} matches {' '.join(patterns)}; leave out one of the two"
         )
     return selected
-
-
-def _check_patterns(patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not fnmatch.filter(ROWS, pattern):
-            hint = did_you_mean(pattern, ROWS) or f"; there are {', '.join(PAPER)}, ..."
-            raise UsageError(f"no row matches {pattern!r}{hint}")

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -61,14 +61,14 @@ class Sweep:
         runs = []
         for name, row in ROWS.items():
             folders = (self.out / self.name / name).glob("seed*")
-            seeds = [folder.name.removeprefix("seed") for folder in folders]
-            runs += [self.run(row, seed) for seed in sorted(int(seed) for seed in seeds if seed.isdecimal())]
+            suffixes = [folder.name.removeprefix("seed") for folder in folders]
+            runs += [self.run(row, seed) for seed in sorted(int(s) for s in suffixes if s.isdecimal())]
         return runs
 
     def check(self) -> None:
-        """Raise UsageError where the folder has a run with other arguments, which would not be comparable."""
+        """Raise UsageError where the folder has a run with other arguments."""
         for run in self.begun():
-            run.check()
+            run.check(run.started)
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,16 @@ class Run:
     seed: int
     folder: Path
     arguments: tuple[str, ...]
-    machine: tuple[str, ...] = field(default=(), compare=False)
+    machine: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return f"{self.row.name}/seed{self.seed}"
 
     @property
-    def command(self) -> str:
-        """The command that reproduces the run: as it was started, or as it would be."""
-        stored = _read(self.folder / "run.json")
-        return shlex.join(["python", "train.py", *(stored["arguments"] if stored else self.arguments)])
-
-    @property
-    def commit(self) -> str | None:
-        """The version of the code with which it was last started, if known."""
-        return (_read(self.folder / "run.json") or {}).get("commit")
+    def started(self) -> dict[str, Any] | None:
+        """Arguments and commit with which it was last started."""
+        return _read(self.folder / "run.json")
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -118,28 +112,21 @@ class Run:
     def state(self) -> State:
         if result := self.result:
             return result["status"]
-        if self._is_claimed():
-            return "running"
+        with contextlib.suppress(FileNotFoundError), (self.folder / "lock").open(encoding="utf-8") as lock:
+            if not try_lock(lock, shared=True):
+                return "running"
         return "interrupted" if self.checkpoint else "waiting"
 
-    def check(self) -> None:
-        """Raise UsageError where the folder has a run with other arguments."""
-        if stored := _read(self.folder / "run.json"):
-            self.compare(stored["arguments"])
-
-    def compare(self, arguments: Sequence[str]) -> None:
-        """Raise UsageError where these are not the run's arguments."""
-        theirs, ours = _options(arguments), _options(self.arguments)
-        if theirs == ours:
-            return
-        there = " ".join(option for option in theirs if option not in ours)
-        now = " ".join(option for option in ours if option not in theirs)
-        raise UsageError(
-            f"{self.folder} was run with other arguments ({there or 'fewer'} there, {now or 'fewer'} now); "
-            "give the same ones after --, or choose another --out"
-        )
-
-    # -------------------------------------------------------------------------------- claiming and starting
+    def check(self, started: Mapping[str, Any] | None) -> None:
+        """Raise UsageError where a run was started with other arguments, which would not be comparable."""
+        theirs, ours = _options(started["arguments"] if started else self.arguments), _options(self.arguments)
+        if theirs != ours:
+            there = " ".join(option for option in theirs if option not in ours)
+            now = " ".join(option for option in ours if option not in theirs)
+            raise UsageError(
+                f"{self.folder} was run with other arguments ({there or 'fewer'} there, {now or 'fewer'} now); "
+                "give the same ones after --, or choose another --out"
+            )
 
     def claim(self) -> IO[str] | None:
         """The locked lock file if the run is unfinished and no other process has it, otherwise None."""
@@ -150,15 +137,14 @@ class Run:
             lock = stack.enter_context((self.folder / "lock").open("a+", encoding="utf-8"))
             if not try_lock(lock, attempts=3) or self.result:
                 return None
-            self.check()  # another sweep may have started it in the meantime
+            self.check(self.started)  # another sweep may have started it in the meantime
             stack.pop_all()
             return lock
 
     def start(self, lock: IO[str], environment: Mapping[str, str]) -> subprocess.Popen:
         """Start or resume the run in a process that inherits the lock, which is released when that process ends."""
         with lock:
-            what = {"row": self.row.name, "seed": self.seed, "arguments": self.arguments}
-            write_json(self.folder / "run.json", what | {"commit": commit(REPOSITORY)})
+            self.write_started(self.arguments, commit())
             arguments = [*self.arguments, *self.machine, "--trainer.default_root_dir", str(self.folder)]
             if self.checkpoint:
                 arguments += ["--ckpt_path", str(self.checkpoint)]
@@ -181,17 +167,14 @@ class Run:
             lock.write(f"{socket.gethostname()}, process {process.pid}")
         return process
 
+    def write_started(self, arguments: Sequence[str], commit: str | None) -> None:
+        what = {"row": self.row.name, "seed": self.seed, "arguments": arguments, "commit": commit}
+        write_json(self.folder / "run.json", what)
+
     def owner(self) -> str:
         """Machine and process that hold the lock, or held it last."""
         lock = self.folder / "lock"
         return lock.read_text(encoding="utf-8") if lock.is_file() else ""
-
-    def _is_claimed(self) -> bool:
-        try:
-            with (self.folder / "lock").open(encoding="utf-8") as lock:
-                return not try_lock(lock, shared=True)
-        except FileNotFoundError:
-            return False
 
 
 def _options(arguments: Sequence[str]) -> list[str]:
@@ -207,9 +190,9 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def commit(repository: Path) -> str | None:
+def commit() -> str | None:
     """The commit of the code, with "-dirty" if it has uncommitted changes; None outside of git."""
-    command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=10"]
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -222,12 +205,8 @@ def environment(slot: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
     SLURM's variables are removed: they describe the sweep, and a run is one process on one device.
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // workers)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     return variables
-
-
-def _cores() -> int:
-    """The number of cores that this process may use, where the system can tell; otherwise of all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,52 +6,18 @@
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ortho_vit.errors import UsageError
 from ortho_vit.experiments.result import Result, duration, markdown
-from ortho_vit.experiments.table1.compare import (
-    Difference,
-    Summary,
-    common_seed,
-    difference,
-    held_out_error,
-    paired_contrast,
-    paper_difference,
-    paper_error,
-    summarize,
-)
+from ortho_vit.experiments.table1 import compare, rows
+from ortho_vit.experiments.table1.compare import Difference, Sample, Summary, difference, summarize
 from ortho_vit.experiments.table1.figures import available
 from ortho_vit.experiments.table1.presets import PRESETS
-from ortho_vit.experiments.table1.rows import (
-    CHOSEN,
-    CONSTRAINED,
-    CONTRAST_FACTORS,
-    CONTRASTED,
-    CONTROLS,
-    FACTORS,
-    GROUPS,
-    INTEGRATORS,
-    LARGE_FACTORS,
-    LEARNING_RATE,
-    ROWS,
-    at_rate,
-    base_rate,
-    chosen,
-    rate_of,
-)
+from ortho_vit.experiments.table1.rows import CONTRASTED, CONTROLS, GROUPS, ROWS, at_rate
 
 Pairs = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A claim of the paper, and the pairs of rows that test it: by the claim, the first has the lower error."""
-
-    name: str
-    pairs: Pairs
 
 
 def _pairs(first: str, *others: str) -> Pairs:
@@ -65,28 +31,23 @@ def _stiefel_against(method: str) -> Pairs:
 
 
 MOMENTUM = ("within_stiefel_sgd", "within_momentumless_stiefel_sgd")
-FINDINGS = (
-    Finding(
-        "constraint",
-        (
-            *_pairs("within_stiefel_sgd", "across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
-            *_pairs("within_stiefel_sgd", "none_sgd_orthonormal_start"),
-            *_pairs("across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
-            *_pairs("within_stiefel_adam", "across_stiefel_adam", "none_adam", "none_adamw"),
-            *_pairs("across_stiefel_adam", "none_adam", "none_adamw"),
-        ),
+# Claims of the paper, and the pairs of rows that test them: by the claim, the first has the lower error.
+FINDINGS: dict[str, Pairs] = {
+    "constraint": (
+        *_pairs("within_stiefel_sgd", "across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
+        *_pairs("within_stiefel_sgd", "none_sgd_orthonormal_start"),
+        *_pairs("across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
+        *_pairs("within_stiefel_adam", "across_stiefel_adam", "none_adam", "none_adamw"),
+        *_pairs("across_stiefel_adam", "none_adam", "none_adamw"),
     ),
-    Finding("momentum", (MOMENTUM,)),
-    Finding("exactness", _stiefel_against("regularized")),
-    Finding(
-        "one-rate",
-        (
-            ("within_projected_stiefel_sgd", "within_projected_stiefel_sgd_one_rate"),
-            *_pairs("within_stiefel_sgd", *GROUPS["two-rates"]),
-        ),
+    "momentum": (MOMENTUM,),
+    "exactness": _stiefel_against("regularized"),
+    "one-rate": (
+        ("within_projected_stiefel_sgd", "within_projected_stiefel_sgd_one_rate"),
+        *_pairs("within_stiefel_sgd", *GROUPS["two-rates"]),
     ),
-    Finding("optimizer", (*_stiefel_against("projected_stiefel"), MOMENTUM)),
-)
+    "optimizer": (*_stiefel_against("projected_stiefel"), MOMENTUM),
+}
 
 
 def blocks(result: Result, folder: str) -> dict[str, str]:
@@ -101,7 +62,7 @@ def blocks(result: Result, folder: str) -> dict[str, str]:
             "table": rows_table(result, GROUPS["table"]),
             "errors": images.get("errors", ""),
             "curves": images.get("curves", ""),
-            **{f.name: f"{finding_table(result, f)}\n\n{tally(result, f)}" for f in FINDINGS},
+            **{name: f"{pairs_table(result, p)}\n\n{tally(result, p)}" for name, p in FINDINGS.items()},
         },
         "own": {"own": rows_table(result, GROUPS["own"])},
         "learning-rate": {"learning-rate": "\n\n".join(part for part in rates if part)},
@@ -130,132 +91,146 @@ def summary_line(result: Result) -> str:
 
 def rows_table(result: Result, names: Sequence[str]) -> str:
     """For each row: test error, the paper's, the paired difference from its reference, time, orthogonality."""
-    header = ["method", "constraint", "test error, %", "runs", "paper, %", "against", "difference", "p"]
-    lines = [[*header, "time", "max \\|XXᵀ − I\\|"]]
+    table = []
     for name in names:
         row, summary = ROWS[name], summarize(result, name)
-        paper = paper_error(name, result.settings["data"])
-        paired = difference(result, name, row.reference) if row.reference else Difference([])
-        reference = ROWS[row.reference] if row.reference else None
-        lines.append(
-            [
-                row.method,
-                row.constraint,
-                _error(summary),
-                _runs(summary),
-                f"{paper[0]:.2f} ± {paper[1]:.2f}" if paper else "",
-                reference.label if reference else "",
-                _signed(paired) if reference else "",
-                _p(paired.p) if reference else "",
-                *_time_and_orthogonality(summary),
-            ]
+        paper = compare.paper_error(name, result.settings["data"])
+        paired = difference(result, name, row.reference) if row.reference else None
+        table.append(
+            {
+                "method": row.method,
+                "constraint": row.constraint,
+                "test error, %": _error(summary),
+                "runs": _runs(summary),
+                "paper, %": "{:.2f} ± {:.2f}".format(*paper) if paper else "",
+                "against": ROWS[row.reference].label if row.reference else "",
+                "difference": _spread(paired, "+") if paired else "",
+                "p": _p(paired.p) if paired else "",
+                **_time_and_orthogonality(summary),
+            }
         )
-    return markdown(lines)
+    return markdown(table)
 
 
-def finding_table(result: Result, finding: Finding) -> str:
-    lines = [["first", "second", "first − second, %", "first better", "p", "paper's difference, %"]]
-    for first, second in finding.pairs:
+def pairs_table(result: Result, pairs: Pairs) -> str:
+    table = []
+    for first, second in pairs:
         paired = difference(result, first, second)
-        paper = paper_difference(first, second, result.settings["data"])
-        lines.append(
-            [
-                ROWS[first].label,
-                ROWS[second].label,
-                _signed(paired),
-                _wins(result, first, second),
-                _p(paired.p),
-                f"{paper:+.2f}" if paper is not None else "–",
-            ]
+        paper = compare.paper_difference(first, second, result.settings["data"])
+        table.append(
+            {
+                "first": ROWS[first].label,
+                "second": ROWS[second].label,
+                "first − second, %": _spread(paired, "+"),
+                "first better": _wins(result, first, second),
+                "p": _p(paired.p),
+                "paper's difference, %": None if paper is None else f"{paper:+.2f}",
+            }
         )
-    return markdown(lines)
+    return markdown(table)
 
 
-def tally(result: Result, finding: Finding) -> str:
+def tally(result: Result, pairs: Pairs) -> str:
     """How many pairs are ordered as the paper says, and how many the other way round."""
-    pairs = [paired for a, b in finding.pairs if (paired := difference(result, a, b)).n]
-    if not pairs:
+    finished = [paired for first, second in pairs if (paired := difference(result, first, second)).n]
+    if not finished:
         return "No pair is finished yet."
-    expected = [paired for paired in pairs if (paired.mean or 0.0) < 0]
-    other = [paired for paired in pairs if (paired.mean or 0.0) > 0]
+    expected = [paired for paired in finished if (paired.mean or 0.0) < 0]
+    other = [paired for paired in finished if (paired.mean or 0.0) > 0]
+    clear = [sum((p := paired.p) is not None and p < 0.05 for paired in some) for some in (expected, other)]
     return (
-        f"{len(expected)} of {len(pairs)} pairs are ordered as the paper says, {_clear(expected)} of them with p < 0.05; "
-        f"{len(other)} the other way round, {_clear(other)} of them with p < 0.05."
+        f"{len(expected)} of {len(finished)} pairs are ordered as the paper says, {clear[0]} of them with p < 0.05; "
+        f"{len(other)} the other way round, {clear[1]} of them with p < 0.05."
     )
-
-
-def _clear(pairs: Sequence[Difference]) -> int:
-    return sum(paired.p is not None and paired.p < 0.05 for paired in pairs)
 
 
 def learning_rate_table(result: Result) -> str:
     """Test error of one seed at each multiple of the paper's learning rate."""
-    lines = [["integrator", *(f"{LEARNING_RATE * factor:g} (× {factor:g})" for factor in FACTORS)]]
-    seed = common_seed(result, GROUPS["learning-rate"])
-    for integrator, base in INTEGRATORS.items():
-        names = [at_rate(base, factor) for factor in FACTORS]
-        lines.append([integrator, *(_single(summarize(result, name, seed)) for name in names)])
-    return markdown(lines)
+    seed, table = compare.common_seed(result, GROUPS["learning-rate"]), []
+    for integrator, base in rows.INTEGRATORS.items():
+        line = {"integrator": integrator}
+        for factor in rows.FACTORS:
+            error = _single(summarize(result, at_rate(base, factor), seed))
+            line[f"{rows.LEARNING_RATE * factor:g} (× {factor:g})"] = error
+        table.append(line)
+    return markdown(table)
 
 
 def largest_rate_table(result: Result) -> str:
     """Test error of one seed at larger and larger multiples of each row's learning rate."""
-    factors = (*CONTRAST_FACTORS[1:], *LARGE_FACTORS)
-    lines = [["row", "learning rate × 1", *(f"× {factor:g}" for factor in factors)]]
-    for name in CONTRASTED:
-        errors = [_single(summarize(result, at_rate(name, factor))) for factor in factors]
-        lines.append([ROWS[name].label, f"{base_rate(name):g}", *errors])
-    return markdown(lines)
-
-
-def contrasts_table(result: Result) -> str:
-    """The constrained row against each control, at the learning rates that were chosen."""
-    header = ["row", "learning rate", "test error, %", "training error, %", "runs", "constrained − row, %"]
-    level = f"{100 - 5 / len(CONTROLS):.3g} % interval"
-    lines = [[*header, level, "constrained better", f"p × {len(CONTROLS)}"]]
-    for name in CONTRASTED:
-        row, summary, paired = chosen(name), summarize(result, chosen(name)), paired_contrast(result, name)
-        cells = [ROWS[name].label, f"{rate_of(name):g}", _error(summary), _percent(summary.train_error)]
-        cells += [_runs(summary)]
-        if name == CONSTRAINED:
-            lines.append([*cells, "", "", "", ""])
-            continue
-        wins, p = _wins(result, chosen(CONSTRAINED), row), paired.corrected_p(len(CONTROLS))
-        reference = name not in CONTROLS  # not one of the comparisons
-        lines.append([*cells, _signed(paired), _interval(paired), wins, "reference" if reference else _p(p)])
-    return markdown(lines)
+    factors = (*rows.CONTRAST_FACTORS[1:], *rows.LARGE_FACTORS)
+    return by_factor(factors, lambda name: _single(summarize(result, name)))
 
 
 def rates_table(result: Result) -> str:
     """Error on held-out training images at multiples of each row's learning rate; the smallest is chosen."""
-    lines = [["row", "learning rate × 1", *(f"× {factor:g}" for factor in CONTRAST_FACTORS), "chosen"]]
+    last = {name: {"chosen": f"× {factor:g}"} for name, factor in rows.CHOSEN.items()}
+    return by_factor(rows.CONTRAST_FACTORS, lambda name: _percent(compare.held_out_error(result, name)), last)
+
+
+def by_factor(
+    factors: Sequence[float], cell: Callable[[str], str], last: dict[str, dict[str, str]] | None = None
+) -> str:
+    """The contrasted rows at multiples of their learning rates: one line per row, one column per factor."""
+    table = []
     for name in CONTRASTED:
-        errors = [held_out_error(result, at_rate(name, factor)) for factor in CONTRAST_FACTORS]
-        best = f"× {CHOSEN[name]:g}" if name in CHOSEN else "–"
-        lines.append([ROWS[name].label, f"{base_rate(name):g}", *(_percent(error) for error in errors), best])
-    return markdown(lines)
+        line = {"row": ROWS[name].label, "learning rate × 1": f"{rows.base_rate(name):g}"}
+        line |= {f"× {factor:g}": cell(at_rate(name, factor)) for factor in factors}
+        table.append(line | (last[name] if last else {}))
+    return markdown(table)
+
+
+def contrasts_table(result: Result) -> str:
+    """The constrained row against each control, at the learning rates that were chosen."""
+    count, table = len(CONTROLS), []
+    for name in CONTRASTED:
+        row = rows.chosen(name)
+        summary, paired = summarize(result, row), compare.paired_contrast(result, name)
+        contrast = {
+            "constrained − row, %": _spread(paired, "+"),
+            f"{100 - 5 / count:.3g} % interval": _interval(paired),
+            "constrained better": _wins(result, rows.chosen(rows.CONSTRAINED), row),
+            f"p × {count}": _p(paired.corrected_p(count)) if name in CONTROLS else "reference",
+        }
+        if name == rows.CONSTRAINED:
+            contrast = dict.fromkeys(contrast, "")
+        about = {
+            "row": ROWS[name].label,
+            "learning rate": f"{rows.rate_of(name):g}",
+            "test error, %": _error(summary),
+            "training error, %": _percent(summary.train_error),
+            "runs": _runs(summary),
+        }
+        table.append(about | contrast)
+    return markdown(table)
 
 
 def one_seed_table(result: Result, names: Sequence[str]) -> str:
     """Rows that are run with one seed: errors of that seed."""
-    seed = common_seed(result, names)
+    seed = compare.common_seed(result, names)
     if seed is None:
         return "No runs yet."
-    lines = [["method", "constraint", "test error, %", "training error, %", "time", "max \\|XXᵀ − I\\|"]]
+    table = []
     for name in names:
         row, summary = ROWS[name], summarize(result, name, seed)
-        cells = [row.method, row.constraint, _single(summary), _percent(summary.train_error)]
-        lines.append([*cells, *_time_and_orthogonality(summary)])
-    return markdown(lines)
+        error, training = _single(summary), _percent(summary.train_error)
+        line = {"method": row.method, "constraint": row.constraint, "test error, %": error}
+        table.append(line | {"training error, %": training} | _time_and_orthogonality(summary))
+    return markdown(table)
 
 
 # ------------------------------------------------------------------------------------------------------------- cells
 
 
+def _spread(sample: Sample, sign: str = "") -> str:
+    """Mean and standard deviation; `sign` "+" shows the sign of the mean."""
+    if sample.mean is None:
+        return "–"
+    return f"{sample.mean:{sign}.2f}" + (f" ± {sample.std:.2f}" if sample.std is not None else "")
+
+
 def _error(summary: Summary) -> str:
-    if summary.mean is None:
-        return "diverged" if summary.diverged else "–"
-    return f"{summary.mean:.2f}" + (f" ± {summary.std:.2f}" if summary.std is not None else "")
+    return "diverged" if summary.diverged and not summary.errors else _spread(summary)
 
 
 def _runs(summary: Summary) -> str:
@@ -272,9 +247,12 @@ def _single(summary: Summary) -> str:
     return _error(summary)
 
 
-def _time_and_orthogonality(summary: Summary) -> list[str]:
+def _time_and_orthogonality(summary: Summary) -> dict[str, str]:
     seconds, error = summary.seconds, summary.orthogonality
-    return [duration(seconds) if seconds else "–", f"{error:.0e}" if error is not None else "–"]
+    return {
+        "time": duration(seconds) if seconds else "–",
+        "max \\|XXᵀ − I\\|": f"{error:.0e}" if error is not None else "–",
+    }
 
 
 def _percent(error: float | None) -> str:
@@ -296,12 +274,6 @@ def _wins(result: Result, first: str, second: str) -> str:
         if count := len(summarize(result, row).diverged):
             text += f"; the {which} diverged {count} ×"
     return text
-
-
-def _signed(paired: Difference) -> str:
-    if paired.mean is None:
-        return "–"
-    return f"{paired.mean:+.2f}" + (f" ± {paired.std:.2f}" if paired.std is not None else "")
 
 
 def _p(p: float | None) -> str:
