@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.export import Parser
-from ortho_vit.errors import UsageError
+from ortho_vit.errors import CheckpointError, UsageError
 from ortho_vit.files import replacing
 from ortho_vit.models import Checkpoint, find_checkpoint, list_models, load_checkpoint, verify_checkpoint
 from ortho_vit.training.reporting import as_table, summary
@@ -132,16 +132,28 @@ def _export(model: nn.Module, shape: list[int], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations
         torch.onnx.export(
-            model.eval(), (torch.zeros(2, *shape[1:]),), path, input_names=["images"], output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},), dynamo=True, external_data=False, verbose=False,
-        )  # fmt: skip
+            model.eval(),
+            (torch.zeros(2, *shape[1:]),),
+            path,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
 
 
 def _check(checkpoint: Checkpoint, path: Path) -> str:
     """Say how much the logits of a file differ from the card's; CheckpointError if they are not the same."""
     if importlib.util.find_spec("onnxruntime") is None:
         return "not checked: onnxruntime is not installed"
-    error = checkpoint.card.check_golden(_Session(path))
+    session = _Session(path)
+    try:
+        error = checkpoint.card.check_golden(session)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{path.name}: {problem}; nothing was written") from None
+    session(torch.zeros(1, *checkpoint.card.golden.shape[1:]))  # a batch of another size, too
     return f"onnxruntime computes the card's logits, up to {error:.1e}"
 
 

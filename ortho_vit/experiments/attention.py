@@ -130,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
     add("--output", type=Path, default=Path("results"), help="folder (default results/)")
     options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)  # a bad path fails before the models are loaded
     ours = find_checkpoint(options.weights)
     free = options.free or (FREE if FREE in available() else None)
     torch.manual_seed(0)
