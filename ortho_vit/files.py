@@ -69,8 +69,16 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write plain values as one line of JSON, completely or not at all."""
-    write_whole(path, (json.dumps(content, allow_nan=False) + "\n").encode())
+    """Write plain values as one line of JSON, completely or not at all; NaN and infinity become null."""
+    write_whole(path, (json.dumps(_finite(content), allow_nan=False) + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return finite_or_none(value) if isinstance(value, float) else value
 
 
 def finite_or_none(value: Any) -> float | None:

@@ -1,6 +1,8 @@
 """Files are written whole or not at all, locks end with their process, and no two runs get the same folder."""
 
 import hashlib
+import json
+import math
 import os
 import signal
 import subprocess
@@ -97,11 +99,11 @@ def test_several_writers_do_not_share_a_partial_file(tmp_path, monkeypatch):
 
 
 def test_json_has_null_for_numbers_it_cannot_hold(tmp_path):
-    values = {name: finite_or_none(float(name)) for name in ("nan", "inf", "1.5")}
-    write_json(tmp_path / "result.json", values)
-    assert (tmp_path / "result.json").read_text() == '{"nan": null, "inf": null, "1.5": 1.5}\n'
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "result.json", {"loss": float("nan")})
+    assert [finite_or_none(float(name)) for name in ("nan", "-inf", "1.5")] == [None, None, 1.5]
+    curve = [{"loss": math.inf, "heads": {"entropy": [math.nan, 1.5]}}, {"loss": 2, "name": "x"}]
+    write_json(tmp_path / "result.json", {"curve": curve})
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["curve"] == [{"loss": None, "heads": {"entropy": [None, 1.5]}}, {"loss": 2, "name": "x"}]
 
 
 # ---------------------------------------------------------------------------------------------------------- downloads

@@ -510,6 +510,7 @@ def test_the_heads_of_a_run_become_one_number_per_epoch(tmp_path):
     run = plan.run(ROWS["none_sgd"], 0)
     heads = {"blocks.0.attn": {"qk_min": [0.2, 0.1], "qk_max": [1.0, 3.0], "entropy": [1.0, 2.0]}}
     heads["blocks.1.attn"] = {"qk_min": [0.4, 0.5], "qk_max": [2.0, 1.0], "entropy": [1.0, 0.0]}
+    heads["blocks.1.attn"] |= {"logit_max": [None, 3.0]}  # not finite, as in runs that are about to diverge
     point = {"epoch": 1, "step": 5, "train_loss": 2.0, "train_accuracy": 0.3, "test_loss": None}
     point |= {"val_accuracy": 0.25, "test_accuracy": None, "attention": heads}
     run.folder.mkdir(parents=True)
@@ -518,6 +519,7 @@ def test_the_heads_of_a_run_become_one_number_per_epoch(tmp_path):
     curve = result.series["none_sgd 0"]
     assert (curve["qk_min"], curve["qk_max"], curve["entropy"]) == ([0.1], [3.0], [1.0])
     assert "effective_rank" not in curve
+    assert "logit_max" not in curve
     assert (result.table[0]["train_accuracy"], result.table[0]["val_accuracy"]) == (0.3, 0.25)
 
 

@@ -66,7 +66,9 @@ def _flat(point: dict[str, Any]) -> dict[str, Any]:
     heads = point.get("attention") or {}
     values = {name: [v for of in heads.values() for v in of.get(name, ())] for name in HEADS}
     flat = {name: value for name, value in point.items() if name != "attention"}
-    return flat | {name: HEADS[name](of_heads) for name, of_heads in values.items() if of_heads}
+    return flat | {
+        name: HEADS[name](of_heads) for name, of_heads in values.items() if of_heads and None not in of_heads
+    }
 
 
 def sweeps_in(folder: Path) -> list[str]:
