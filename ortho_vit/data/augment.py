@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ortho_vit.data.policies import Noise, Policy
 from ortho_vit.data.rng import generator, uniform
-from ortho_vit.data.sampling import Key
+from ortho_vit.data.sampling import Key, take
 
 # ------------------------------------------------------------------------------------ crop, flip, normalisation
 
@@ -36,7 +36,7 @@ def random_crop(images: Tensor, padding: int, noise: Noise) -> Tensor:
 def random_flip(images: Tensor, noise: Noise) -> Tensor:
     """Mirror the images whose number is below a half, left to right; `noise` is `(B,)`."""
     rows = np.arange(len(images)) + len(images) * (noise < 0.5)
-    return torch.cat([images, images.flip(-1)]).index_select(0, torch.from_numpy(rows).to(images.device))
+    return take(torch.cat([images, images.flip(-1)]), rows)
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

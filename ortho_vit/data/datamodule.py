@@ -24,7 +24,7 @@ from torch import Tensor
 from ortho_vit.data.augment import Augmentation
 from ortho_vit.data.policies import AutoAugmentPolicy, PolicyName, make_policy
 from ortho_vit.data.rng import hold_out
-from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader
+from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader, take
 
 NAMED_CLASSES = 10  # at most this many are named in a description
 
@@ -280,7 +280,7 @@ class TensorSet(BatchSet):
 
     def __getitem__(self, key: Key) -> Batch:
         rows = self.rows[key.samples]
-        images = self.images[torch.from_numpy(rows).to(self.images.device)]
+        images = take(self.images, rows)
         if isinstance(self.targets, Tensor):
             return Batch(images, self.targets[torch.from_numpy(rows)], Key(key.epoch, rows), [])
         return Batch(images, [self.targets[row] for row in rows], Key(key.epoch, rows), [])
