@@ -7,6 +7,7 @@ erasing, mixup or cutmix.  After the draws nothing is read back from the device.
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +125,7 @@ class Mix(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- all of it
 
 
+@dataclass
 class Augmentation:
     """Turns uint8 images into the batch that a network sees; a function of the images and their `Key`.
 
@@ -140,31 +142,25 @@ class Augmentation:
             the two for the crop here stay unused.
     """
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        padding: int = 0,
-        flip: bool = False,
-        policy: Policy | None = None,
-        erasing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        num_classes: int = 0,
-        seed: int = 0,
-        first_column: int = 0,
-    ) -> None:
-        self.mean, self.std, self.padding, self.flip, self.policy = mean, std, padding, flip, policy
-        self.erasing, self.mixup, self.cutmix, self.num_classes = erasing, mixup, cutmix, num_classes
-        self.seed, self.first_column = seed, first_column
+    mean: Sequence[float]
+    std: Sequence[float]
+    _: KW_ONLY
+    padding: int = 0
+    flip: bool = False
+    policy: Policy | None = None
+    erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    num_classes: int = 0
+    seed: int = 0
+    first_column: int = 0
 
-    def prepare(self, height: int, width: int) -> None:
-        """Build the policy's tables for the CPU before workers start, so that they inherit them."""
+    def prepare(self, size: int) -> None:
+        """Build the policy's tables for squares on the CPU before workers start, so that they inherit them."""
         if self.policy is not None:
-            self.policy.operations(height, width, torch.device("cpu"))
+            self.policy.operations(size, size, torch.device("cpu"))
 
-    def __call__(self, images: Tensor, labels: Tensor | None, key: Key) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, images: Tensor, labels: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         height, width = images.shape[-2:]
         columns = self.first_column + 3 + (self.policy.columns if self.policy else 0)
         noise = uniform(self.seed, "augment", key.epoch, key.samples, columns)[:, self.first_column :]
@@ -179,7 +175,7 @@ class Augmentation:
             noise = uniform(self.seed, "erase", key.epoch, key.samples, 1 + 4 * ATTEMPTS)
             boxes = erasing_boxes(noise, self.erasing, height, width)
             images = images.masked_fill(inside(boxes, images), 0.0)
-        if (self.mixup or self.cutmix) and labels is not None and len(images):
+        if (self.mixup or self.cutmix) and len(images):
             rng = generator(self.seed, "mix", key.epoch, int(key.samples[0]))
             mix = Mix.draw(rng, self.mixup, self.cutmix, height, width)
             images, labels = mix.images(images), mix.labels(labels, self.num_classes)

@@ -26,8 +26,8 @@ def decode(path: Path) -> Image.Image:
 
 def check_header(path: Path) -> None:
     """Raise ValueError if the start of a file shows that it cannot be decoded; much quicker than `decode`."""
-    with _opened(path) as image:
-        _require_integers(image)
+    with _opened(path):
+        pass
 
 
 @contextmanager
@@ -37,6 +37,8 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore")  # about metadata; real problems are errors
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # above 89 million pixels
             with Image.open(file) as image:
+                if image.mode == "F":
+                    raise ValueError("floating-point pixels; save it with 8 or 16 bits")
                 yield image
         return
     except Image.UnidentifiedImageError:
@@ -50,13 +52,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     raise ValueError(f"cannot read {path}: {reason}")
 
 
-def _require_integers(image: Image.Image) -> None:
-    if image.mode == "F":
-        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
-    _require_integers(image)
     if image.mode.startswith("I"):  # more than 8 bits, which `convert` would clip at 255
         values = np.asarray(image).astype(np.int64)
         if image.mode == "I" and values.size and (values.min() < 0 or values.max() > 0xFFFF):
@@ -89,8 +85,3 @@ def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
     w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
     left, top = noise[2] * (width - w), noise[3] * (height - h)
     return left, top, min(left + w, width), min(top + h, height)
-
-
-def resized(image: Image.Image, size: int, box: Box) -> Image.Image:
-    """The box of the image as a square of `size` pixels: crop and resize in one resampling."""
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
