@@ -182,8 +182,9 @@ class ImageDataModule(L.LightningDataModule):
             parts[-1] = "test on the validation images"
         counted = self.train_set if self.train_set is not None else self.test_set
         counts = np.bincount(counted.labels, minlength=self.num_classes) if counted is not None else ()
-        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)]
-        named = named[:NAMED_CLASSES]
+        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)][
+            :NAMED_CLASSES
+        ]
         if named and self.num_classes > NAMED_CLASSES:
             named.append("…")
         classes = f"{self.num_classes} classes" + (f" ({', '.join(named)})" if named else "")
@@ -260,12 +261,7 @@ class TensorSet(BatchSet):
     """Some rows of uint8 images held in memory, on any device, with the labels of these rows."""
 
     images: Tensor
-    labels: NDArray[np.int64]
     rows: NDArray[np.int64]
-    augmentation: Augmentation
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, key: Key) -> Batch:
         rows = self.rows[key.samples]
@@ -316,7 +312,7 @@ class TensorDataModule(ImageDataModule):
     ) -> TensorSet:
         rows, padding = self._limited(rows, labels), self.padding if self.crop else 0
         return TensorSet(
-            images, labels[rows], rows, self._augmentation(train, padding=padding, flip=self.flip)
+            labels[rows], self._augmentation(train, padding=padding, flip=self.flip), images, rows
         )
 
     def _batches(self, dataset: TensorSet, train: bool = False) -> Loader:

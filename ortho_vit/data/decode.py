@@ -24,10 +24,15 @@ def decode(path: Path) -> Image.Image:
         return _to_rgb(ImageOps.exif_transpose(image))
 
 
-def check_header(path: Path) -> None:
-    """Raise ValueError if the start of a file shows that it cannot be decoded; much quicker than `decode`."""
-    with _opened(path):
-        pass
+def why_unreadable(path: Path) -> str | None:
+    """What is wrong with a file, by its name and header alone, or None; much quicker than `decode`."""
+    if path.suffix.lower() not in SUFFIXES:
+        return f"{path} is not an image"
+    try:
+        with _opened(path):
+            return None
+    except ValueError as error:
+        return str(error)
 
 
 @contextmanager

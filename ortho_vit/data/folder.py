@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ortho_vit.data.augment import Augmentation
 from ortho_vit.data.datamodule import ImageDataModule, printable
-from ortho_vit.data.decode import CROP_PCT, SUFFIXES, central_square, check_header, decode, random_box
+from ortho_vit.data.decode import CROP_PCT, central_square, decode, random_box, why_unreadable
 from ortho_vit.data.policies import AutoAugmentPolicy
 from ortho_vit.data.rng import uniform
 from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
@@ -89,21 +88,6 @@ def _some(items: Sequence[str]) -> str:
     return "; ".join(items[:SHOWN]) + more
 
 
-def unreadable(paths: Sequence[Path]) -> dict[Path, str]:
-    """The files that are not images, by their names and headers, and what is wrong with each; on a terminal with a bar."""
-    bad: dict[Path, str] = {}
-    console = Console(stderr=True)
-    bar = track(paths, "checking images", console=console, transient=True) if console.is_terminal else paths
-    for path in bar:
-        try:
-            if path.suffix.lower() not in SUFFIXES:
-                raise ValueError(f"{path} is not an image")
-            check_header(path)
-        except ValueError as error:
-            bad[path] = str(error)
-    return bad
-
-
 # ------------------------------------------------------------------------------------------------------------ data sets
 
 
@@ -117,16 +101,11 @@ class FileSet(BatchSet):
     """
 
     paths: Sequence[Path]
-    labels: NDArray[np.int64]
-    augmentation: Augmentation
     image_size: int
     crop: bool
     crop_pct: float
     channels: int
     seed: int
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def __getitem__(self, key: Key) -> Batch:
         noise = uniform(self.seed, "augment", key.epoch, key.samples, 4)
@@ -328,7 +307,11 @@ class ImageFolder(ImageDataModule):
 
     def _readable(self, paths: list[Path], labels: list[int]) -> tuple[list[Path], NDArray[np.int64]]:
         """The files that are images, by their headers.  The others raise an error, or a warning with `skip_unreadable`."""
-        bad = unreadable(paths)
+        console = Console(stderr=True)
+        bar = (
+            track(paths, "checking images", console=console, transient=True) if console.is_terminal else paths
+        )
+        bad = {path: reason for path in bar if (reason := why_unreadable(path))}
         reasons = list(bad.values())
         if bad and not self.skip_unreadable:
             raise ValueError(self._refusal(reasons))
@@ -360,18 +343,14 @@ class ImageFolder(ImageDataModule):
             not empty, f"the class {empty[:1]} has no images to train on; put some there, or take it out"
         )
         if folder := self.parts.get("val"):
-            others = self._scan(folder)
-            training, validation = np.arange(len(paths)), np.arange(len(others[0]))
+            self.train_set = self._set(paths, labels, train=True)
+            self.val_set = self._set(*self._scan(folder))
         else:
-            others = paths, labels
             training, validation = self._split(labels)
-        self.train_set = self._set(paths, labels, training, train=True)
-        self.val_set = self._set(*others, validation)
-        if folder := self.parts.get("test"):
-            others = self._scan(folder)
-            self.test_set = self._set(*others, np.arange(len(others[0])))
-        else:
-            self.test_set = self.val_set
+            self.train_set = self._set(paths, labels, training, train=True)
+            self.val_set = self._set(paths, labels, validation)
+        folder = self.parts.get("test")
+        self.test_set = self._set(*self._scan(folder)) if folder else self.val_set
 
     def _setup_prediction(self) -> None:
         folder = self.predict_root or self.parts.get("test")
@@ -388,16 +367,22 @@ class ImageFolder(ImageDataModule):
             raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
         self.skipped = list(self._not_files)
         self.predict_root = folder.parent if folder.is_file() else folder
-        self.predict_set = self._set(paths, np.zeros(len(paths), np.int64), np.arange(len(paths)))
+        self.predict_set = self._set(paths, np.zeros(len(paths), np.int64))
 
     def _set(
-        self, paths: list[Path], labels: NDArray[np.int64], rows: NDArray[np.int64], *, train: bool = False
+        self,
+        paths: list[Path],
+        labels: NDArray[np.int64],
+        rows: NDArray[np.int64] | None = None,
+        *,
+        train: bool = False,
     ) -> FileSet:
-        rows = self._limited(rows, labels)
+        """The set of some rows, by default of all."""
+        rows = self._limited(np.arange(len(paths)) if rows is None else rows, labels)
         return FileSet(
-            [paths[row] for row in rows],
             labels[rows],
             self._augmentation(train, flip=self.flip, first_column=2),
+            paths=[paths[row] for row in rows],
             image_size=self.image_size,
             crop=self.crop and train,
             crop_pct=self.crop_pct,

@@ -12,6 +12,7 @@ loader's own, because a checkpoint may be written in the middle of a step: its b
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,15 +58,18 @@ class Batch(NamedTuple):
         return self._replace(images=images, labels=self.labels.pin_memory())
 
 
+@dataclass(eq=False)
 class BatchSet(Dataset[Batch]):
-    """A data set that is indexed by `Key`, and whose batches `augment` prepares for a network."""
+    """A data set that is indexed by `Key`, and whose batches `augmentation` prepares for a network."""
 
+    labels: NDArray[np.int64]
     augmentation: Callable[[Tensor, Tensor, Key], tuple[Tensor, Tensor]]
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self.labels)
 
-    def __getitem__(self, key: Key) -> Batch:
+    def names(self, samples: NDArray[np.int64]) -> list[Any]:
+        """How messages refer to these samples."""
         raise NotImplementedError
 
     def augment(self, batch: Batch, device: torch.device) -> Batch:
@@ -73,10 +77,6 @@ class BatchSet(Dataset[Batch]):
         images, labels = (x.to(device, non_blocking=True) for x in (batch.images, batch.labels))
         images, labels = self.augmentation(images, labels, batch.key)
         return batch._replace(images=images, labels=labels)
-
-    def names(self, samples: NDArray[np.int64]) -> list[Any]:
-        """How messages refer to these samples."""
-        return samples.tolist()
 
 
 class EpochSampler(Sampler[Key]):
@@ -94,8 +94,7 @@ class EpochSampler(Sampler[Key]):
             raise ValueError(f"{size} images cannot be shared by {world_size} processes; use fewer")
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
-        self.epoch = 0
-        self.start = 0
+        self.epoch = self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

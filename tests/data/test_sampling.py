@@ -104,10 +104,7 @@ def test_batches_left_out_are_not_made():
             self.made += 1
             return Batch(torch.zeros(1), torch.zeros(1), key, [])
 
-        def augment(self, batch, device):
-            return batch
-
-    dataset = Counting()
+    dataset = Counting(np.zeros(100), augmentation=lambda images, labels, key: (images, labels))
     loader = Loader(dataset, EpochSampler(100, batch_size=10, shuffle=True), position=lambda: 7)
     assert len(list(loader)) == dataset.made == 3
 
