@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from torchvision.transforms.functional import InterpolationMode, center_crop, resize
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 CROP_PCT = 0.875  # of the shorter side, in evaluation: 224 of 256, as is usual on ImageNet
@@ -72,15 +73,8 @@ def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) ->
 
     The shorter side is resized to `size / crop_pct` pixels, and the central `size` × `size` pixels are cut out.
     """
-    width, height = image.size
-    shorter = math.floor(size / crop_pct)
-    if width <= height:
-        width, height = shorter, int(shorter * height / width)
-    else:
-        width, height = int(shorter * width / height), shorter
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
-    return resized.crop((left, top, left + size, top + size))
+    resized = resize(image, [math.floor(size / crop_pct)], InterpolationMode.BICUBIC)
+    return center_crop(resized, [size, size])
 
 
 def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:

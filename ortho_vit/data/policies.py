@@ -94,36 +94,28 @@ class Move:
         return pixels.gather(2, maps).view_as(images)
 
 
-class MapLevels:
-    """Brightness and the like: each value of the result depends on the value in the same place alone."""
+class Table:
+    """Each value of the result depends on the value in its place; with colour or sharpness also on the second image's."""
 
     def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
-        levels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
-        self.tables = torch.stack([choice(levels).flatten() for choice in choices]).to(device)
-
-    def __call__(self, images: Tensor, which: Tensor) -> Tensor:
-        return _look_up(self.tables, which, images.int())
-
-
-class Blend:
-    """Colour or sharpness: each value is blended with that of the gray or the blurred image."""
-
-    def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
-        self.second = Choice(choices[0].operation, -1.0)
-        pixels = all_blends(choices[0].operation)
-        places = self._pairs(pixels).flatten().long()
-        tables = torch.zeros(len(choices), 256 * 256, dtype=torch.uint8)
+        operation = choices[0].operation
+        self.second = Choice(operation, -1.0) if operation in ("Color", "Sharpness") else None
+        pixels = all_pairs(operation) if self.second else torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+        places = self._places(pixels).flatten().long()
+        tables = torch.zeros(len(choices), 256**2 if self.second else 256, dtype=torch.uint8)
         for table, choice in zip(tables, choices, strict=True):
             table.scatter_(0, places, choice(pixels).flatten())
         self.tables = tables.to(device)
 
-    def _pairs(self, images: Tensor) -> Tensor:
-        return images.int().mul_(256).add_(self.second(images))
+    def _places(self, images: Tensor) -> Tensor:
+        places = images.int()
+        return places.mul_(256).add_(self.second(images)) if self.second else places
 
     def __call__(self, images: Tensor, which: Tensor) -> Tensor:
-        if self.second.operation == "Color" and images.shape[1] == 1:
+        if self.second and self.second.operation == "Color" and images.shape[1] == 1:
             return images  # gray already
-        return _look_up(self.tables, which, self._pairs(images))
+        places = self._places(images).add_((which.int() * self.tables.shape[1]).view(-1, 1, 1, 1))
+        return self.tables.flatten().index_select(0, places.flatten()).view_as(images)
 
 
 class Single:
@@ -136,7 +128,7 @@ class Single:
         return self.choice(images)
 
 
-def all_blends(operation: str) -> Tensor:
+def all_pairs(operation: str) -> Tensor:
     """An image that has every level beside every level of the second image that it can be blended with."""
     first, second = (x.flatten() for x in torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
     if operation == "Color":
@@ -149,22 +141,16 @@ def all_blends(operation: str) -> Tensor:
     return patches.transpose(1, 2).reshape(1, 3, -1).to(torch.uint8)
 
 
-def _look_up(tables: Tensor, which: Tensor, places: Tensor) -> Tensor:
-    """The values of table `which[i]` at the places of image i, an int32 tensor that is overwritten."""
-    places += (which.int() * tables.shape[1]).view(-1, 1, 1, 1)
-    return tables.flatten().index_select(0, places.flatten()).view_as(places)
-
-
 # Pixels × channels in one call on a CPU: larger temporaries leave the cache, which takes twice the time
 AT_ONCE = 2**18
 
-Kernel = Single | MapLevels | Move | Blend
+Kernel = Single | Table | Move
 KERNELS: tuple[tuple[type[Kernel], set[str]], ...] = (
     (Single, {"Identity", "Contrast", "AutoContrast", "Equalize"}),
-    (MapLevels, {"Brightness", "Posterize", "Solarize", "Invert"}),
+    (Table, {"Brightness", "Posterize", "Solarize", "Invert"}),
     (Move, {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}),
-    (Blend, {"Color"}),
-    (Blend, {"Sharpness"}),
+    (Table, {"Color"}),
+    (Table, {"Sharpness"}),
 )
 
 
