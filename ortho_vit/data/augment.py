@@ -137,9 +137,8 @@ class Augmentation:
         policy: AutoAugment or one of its relatives, or None.
         erasing: probability of random erasing; erased pixels have the mean colour.
         mixup, cutmix: the α of each, 0 for none; labels become probabilities of the `num_classes` classes.
-        first_column: index of the first of each image's random numbers that is used here: two for the crop, one
-            for the flip, then the policy's.  `ImageFolder` uses four for its own random crop and passes 2, because
-            the two for the crop here stay unused.
+        crop_columns: how many of an image's random numbers are for its crop; those for the flip and the policy follow.
+            The crop here uses two, that of `ImageFolder` four.
     """
 
     mean: Sequence[float]
@@ -153,7 +152,7 @@ class Augmentation:
     cutmix: float = 0.0
     num_classes: int = 0
     seed: int = 0
-    first_column: int = 0
+    crop_columns: int = 2
 
     def prepare(self, size: int) -> None:
         """Build the policy's tables for squares on the CPU before workers start, so that they inherit them."""
@@ -162,14 +161,14 @@ class Augmentation:
 
     def __call__(self, images: Tensor, labels: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         height, width = images.shape[-2:]
-        columns = self.first_column + 3 + (self.policy.columns if self.policy else 0)
-        noise = uniform(self.seed, "augment", key.epoch, key.samples, columns)[:, self.first_column :]
+        columns = self.crop_columns + 1 + (self.policy.columns if self.policy else 0)
+        noise = uniform(self.seed, "augment", key.epoch, key.samples, columns)
         if self.padding:
-            images = random_crop(images, self.padding, noise[:, 0:2])
+            images = random_crop(images, self.padding, noise[:, :2])
         if self.flip:
-            images = random_flip(images, noise[:, 2])
+            images = random_flip(images, noise[:, self.crop_columns])
         if self.policy is not None:
-            images = self.policy(images, noise[:, 3:])
+            images = self.policy(images, noise[:, self.crop_columns + 1 :])
         images = normalize(images, self.mean, self.std)
         if self.erasing:
             noise = uniform(self.seed, "erase", key.epoch, key.samples, 1 + 4 * ATTEMPTS)

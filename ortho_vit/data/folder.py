@@ -34,6 +34,7 @@ LIKE_A_SPLIT = {*SPLITS["train"], *SPLITS["val"], *SPLITS["test"], "dev", "eval"
 JUNK = {
     "__macosx", "@eadir", "lost+found", "$recycle.bin", "system volume information", "thumbs.db", "desktop.ini",
 }  # fmt: skip
+CROP_COLUMNS = 4  # random numbers for the crop of an image
 SHOWN = 5  # at most this many files or folders are named in a message
 
 
@@ -108,7 +109,7 @@ class FileSet(BatchSet):
     seed: int
 
     def __getitem__(self, key: Key) -> Batch:
-        noise = uniform(self.seed, "augment", key.epoch, key.samples, 4)
+        noise = uniform(self.seed, "augment", key.epoch, key.samples, CROP_COLUMNS)
         images, good, failures = [], [], []
         for position, sample in enumerate(key.samples.tolist()):
             try:
@@ -381,7 +382,7 @@ class ImageFolder(ImageDataModule):
         rows = self._limited(np.arange(len(paths)) if rows is None else rows, labels)
         return FileSet(
             labels[rows],
-            self._augmentation(train, flip=self.flip, first_column=2),
+            self._augmentation(train, flip=self.flip, crop_columns=CROP_COLUMNS),
             paths=[paths[row] for row in rows],
             image_size=self.image_size,
             crop=self.crop and train,
