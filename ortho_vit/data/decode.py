@@ -15,8 +15,6 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 CROP_PCT = 0.875  # of the shorter side, in evaluation: 224 of 256, as is usual on ImageNet
 MIN_AREA, MAX_ASPECT = 0.08, 4 / 3  # of a random crop, likewise
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-
 
 def decode(path: Path) -> Image.Image:
     """The image in RGB and upright, whatever mode it was stored in."""
@@ -77,8 +75,11 @@ def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) ->
     return center_crop(resized, [size, size])
 
 
-def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
-    """A random box with 8 % to 100 % of the area and an aspect of 3:4 to 4:3, clipped to the image; `noise` is `(4,)`."""
+def random_box(width: int, height: int, noise: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a random box in an image; `noise` is `(4,)`.
+
+    It has 8 % to 100 % of the area and an aspect of 3:4 to 4:3, and is clipped to the image.
+    """
     area = width * height * (MIN_AREA + (1 - MIN_AREA) * noise[0])
     aspect = MAX_ASPECT ** (2 * noise[1] - 1)
     w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))

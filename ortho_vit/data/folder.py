@@ -31,7 +31,7 @@ from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 LIKE_A_SPLIT = {*SPLITS["train"], *SPLITS["val"], *SPLITS["test"], "dev", "eval", "evaluation", "holdout"}
-JUNK = {
+JUNK = {  # made by operating systems and archive programs
     "__macosx", "@eadir", "lost+found", "$recycle.bin", "system volume information", "thumbs.db", "desktop.ini",
 }  # fmt: skip
 CROP_COLUMNS = 4  # random numbers for the crop of an image
@@ -60,20 +60,15 @@ def find_files(folder: Path) -> tuple[list[Path], list[str]]:
 def _why_skipped(path: Path) -> str | None:
     if path.is_symlink() and not path.is_file():
         return "a link to a folder" if path.is_dir() else "a dangling link"
-    if is_junk(path.name):
+    if path.name.lower() in JUNK:
         return "made by the operating system"
     return None if path.is_file() or path.is_dir() else "not a regular file"
-
-
-def is_junk(name: str) -> bool:
-    """Whether an entry comes from an operating system or an archive program, not from the user."""
-    return name.lower() in JUNK
 
 
 def folders_in(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted, without hidden ones and junk."""
     names = (entry.name for entry in folder.iterdir() if entry.is_dir())
-    return sorted(name for name in names if not name.startswith(".") and not is_junk(name))
+    return sorted(name for name in names if not name.startswith(".") and name.lower() not in JUNK)
 
 
 def looks_like_a_split(name: str) -> bool:
@@ -292,9 +287,8 @@ class ImageFolder(ImageDataModule):
         self._require(
             not unknown, f"{folder} has the class {unknown[:1]}, which the training images do not have"
         )
-        self.skipped += [
-            f"{path}: made by the operating system" for path in folder.iterdir() if is_junk(path.name)
-        ]
+        junk = [path for path in folder.iterdir() if path.name.lower() in JUNK]
+        self.skipped += [f"{path}: made by the operating system" for path in junk]
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):

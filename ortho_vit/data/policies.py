@@ -230,9 +230,9 @@ class Policy:
     def _signed_choices(self, height: int, width: int) -> list[tuple[Choice, Choice]]:
         """Each alternative with the negative and the positive magnitude of its level."""
         across, down = (self.shift if self.shift >= 1 else self.shift * side for side in (width, height))
-        signed = {"ShearX": self.shear, "ShearY": self.shear, "TranslateX": across, "TranslateY": down}
-        signed |= {"Rotate": self.degrees, "Brightness": self.colour, "Color": self.colour}
-        signed |= {"Contrast": self.colour, "Sharpness": self.colour}
+        signed = dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), self.colour)
+        signed |= {"ShearX": self.shear, "ShearY": self.shear, "Rotate": self.degrees}
+        signed |= {"TranslateX": across, "TranslateY": down}
         levels = dict.fromkeys(OPERATIONS, torch.zeros(self.bins))
         levels |= {operation: torch.linspace(0.0, most, self.bins) for operation, most in signed.items()}
         levels["Posterize"] = (8 - torch.arange(self.bins) / ((self.bins - 1) / self.bits)).round()
