@@ -175,7 +175,8 @@ class Operations:
     def __call__(self, images: Tensor, chosen: Integers) -> Tensor:
         """Apply the choices with the numbers `chosen[i]`, one after another, to image i.
 
-        For each step the images are sorted by group, so that a call reads and writes one range of them.
+        For each step the images are sorted by group, so that a call reads and writes one range of them.  Those of
+        group 0, the identity, come first and are left as they are.
         """
         most = max(1, AT_ONCE // images[0].numel()) if len(images) and images.is_cpu else len(images)
         at = np.arange(len(images))  # the image that is now in each place
