@@ -7,6 +7,7 @@ erasing, mixup or cutmix.  After the draws nothing is read back from the device.
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ortho_vit.data.policies import Noise, Policy
 from ortho_vit.data.rng import generator, uniform
-from ortho_vit.data.sampling import Key
+from ortho_vit.data.sampling import Key, take
 
 # ------------------------------------------------------------------------------------ crop, flip, normalisation
 
@@ -36,7 +37,7 @@ def random_crop(images: Tensor, padding: int, noise: Noise) -> Tensor:
 def random_flip(images: Tensor, noise: Noise) -> Tensor:
     """Mirror the images whose number is below a half, left to right; `noise` is `(B,)`."""
     rows = np.arange(len(images)) + len(images) * (noise < 0.5)
-    return torch.cat([images, images.flip(-1)]).index_select(0, torch.from_numpy(rows).to(images.device))
+    return take(torch.cat([images, images.flip(-1)]), rows)
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -124,6 +125,7 @@ class Mix(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- all of it
 
 
+@dataclass
 class Augmentation:
     """Turns uint8 images into the batch that a network sees; a function of the images and their `Key`.
 
@@ -135,51 +137,44 @@ class Augmentation:
         policy: AutoAugment or one of its relatives, or None.
         erasing: probability of random erasing; erased pixels have the mean colour.
         mixup, cutmix: the α of each, 0 for none; labels become probabilities of the `num_classes` classes.
-        first_column: index of the first of each image's random numbers that is used here: two for the crop, one
-            for the flip, then the policy's.  `ImageFolder` uses four for its own random crop and passes 2, because
-            the two for the crop here stay unused.
+        crop_columns: how many of an image's random numbers are for its crop; those for the flip and the policy follow.
+            The crop here uses two, that of `ImageFolder` four.
     """
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        padding: int = 0,
-        flip: bool = False,
-        policy: Policy | None = None,
-        erasing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        num_classes: int = 0,
-        seed: int = 0,
-        first_column: int = 0,
-    ) -> None:
-        self.mean, self.std, self.padding, self.flip, self.policy = mean, std, padding, flip, policy
-        self.erasing, self.mixup, self.cutmix, self.num_classes = erasing, mixup, cutmix, num_classes
-        self.seed, self.first_column = seed, first_column
+    mean: Sequence[float]
+    std: Sequence[float]
+    _: KW_ONLY
+    padding: int = 0
+    flip: bool = False
+    policy: Policy | None = None
+    erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    num_classes: int = 0
+    seed: int = 0
+    crop_columns: int = 2
 
-    def prepare(self, height: int, width: int) -> None:
-        """Build the policy's tables for the CPU before workers start, so that they inherit them."""
+    def prepare(self, size: int) -> None:
+        """Build the policy's tables for squares on the CPU before workers start, so that they inherit them."""
         if self.policy is not None:
-            self.policy.operations(height, width, torch.device("cpu"))
+            self.policy.operations(size, size, torch.device("cpu"))
 
-    def __call__(self, images: Tensor, labels: Tensor | None, key: Key) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, images: Tensor, labels: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         height, width = images.shape[-2:]
-        columns = self.first_column + 3 + (self.policy.columns if self.policy else 0)
-        noise = uniform(self.seed, "augment", key.epoch, key.samples, columns)[:, self.first_column :]
+        columns = self.crop_columns + 1 + (self.policy.columns if self.policy else 0)
+        noise = uniform(self.seed, "augment", key.epoch, key.samples, columns)
         if self.padding:
-            images = random_crop(images, self.padding, noise[:, 0:2])
+            images = random_crop(images, self.padding, noise[:, :2])
         if self.flip:
-            images = random_flip(images, noise[:, 2])
+            images = random_flip(images, noise[:, self.crop_columns])
         if self.policy is not None:
-            images = self.policy(images, noise[:, 3:])
+            images = self.policy(images, noise[:, self.crop_columns + 1 :])
         images = normalize(images, self.mean, self.std)
         if self.erasing:
             noise = uniform(self.seed, "erase", key.epoch, key.samples, 1 + 4 * ATTEMPTS)
             boxes = erasing_boxes(noise, self.erasing, height, width)
             images = images.masked_fill(inside(boxes, images), 0.0)
-        if (self.mixup or self.cutmix) and labels is not None and len(images):
+        if (self.mixup or self.cutmix) and len(images):
             rng = generator(self.seed, "mix", key.epoch, int(key.samples[0]))
             mix = Mix.draw(rng, self.mixup, self.cutmix, height, width)
             images, labels = mix.images(images), mix.labels(labels, self.num_classes)

@@ -2,8 +2,8 @@
 
 The files may come from anywhere and are not trusted.  An archive is read without extracting it, so a hostile one cannot
 write files, and a damaged one leaves nothing behind.  The python layout is pickle, which can run code, but it is the
-layout that most people have, so it has a reader of its own, `_Unpickler`, in forty lines: it accepts the five names with
-which numpy pickles an array, replaces each by a stand-in that only keeps its arguments, and refuses every other name.
+layout that most people have, so it has a reader of its own, `_Unpickler`: it accepts the five names with which numpy
+pickles an array, replaces each by a stand-in that only keeps its arguments, and refuses every other name.
 Errors are one line that names the file.
 """
 
@@ -12,7 +12,7 @@ import io
 import pickle
 import tarfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,14 +33,16 @@ Records = tuple[NDArray[np.uint8], NDArray[np.int64]]  # pixels (n, 3072) and la
 
 
 class Layout(NamedTuple):
-    """One of the official archives: its name, its folder, its files, and how to read them."""
+    """One of the official archives: its name, its folder, and its files."""
 
     archive: str
-    md5: str
     folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    read: Callable[[bytes], Records]
+    label: (
+        int | str
+    )  # bytes before each image, of which the last is its label; or the key of the labels in a pickle
+    md5: str = ""  # of an archive to download
 
 
 class _CIFAR(TensorDataModule):
@@ -103,7 +105,10 @@ class _CIFAR(TensorDataModule):
 
     def _records(self, layout: Layout, path: Path, content: bytes) -> Records:
         try:
-            pixels, labels = layout.read(content)
+            if isinstance(layout.label, int):
+                pixels, labels = read_binary(content, layout.label)
+            else:
+                pixels, labels = read_pickle(content, layout.label)
             if labels.min() < 0 or labels.max() >= self.num_classes:
                 raise ValueError(f"it has labels outside [0, {self.num_classes})")
         except ValueError as error:
@@ -127,16 +132,16 @@ def read_folder(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 def read_archive(archive: Path, folder: str, names: Sequence[str]) -> dict[str, bytes]:
     """The contents of `folder/name` for each name, from a `.tar.gz`."""
     try:
-        contents = _read_members(archive, {f"{folder}/{name}": name for name in names})
+        members = _read_members(archive, [f"{folder}/{name}" for name in names])
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise ValueError(f"{archive} is damaged ({error}); delete it and download it again") from error
-    missing = [name for name in names if name not in contents]
+    missing = [name for name in names if f"{folder}/{name}" not in members]
     if missing:
         raise ValueError(f"{archive} is incomplete: it has no {folder}/{missing[0]}; download it again")
-    return contents
+    return {name: members[f"{folder}/{name}"] for name in names}
 
 
-def _read_members(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
+def _read_members(archive: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     """Read the whole archive: the wanted members, a check for unsafe ones, and the checksum at the end."""
     contents = {}
     with _Limited(archive) as stream:
@@ -149,7 +154,7 @@ def _read_members(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
                     )
                 _require_size(member.size, MAX_BYTES)  # also of those that tarfile would skip, block by block
                 if str(path) in wanted and (file := tar.extractfile(member)):
-                    contents[wanted[str(path)]] = file.read()
+                    contents[str(path)] = file.read()
         while stream.read(2**20):  # tarfile stops before the end, where gzip keeps its checksum
             pass
     return contents
@@ -172,7 +177,7 @@ def _require_size(size: int, most: int) -> None:
 # ------------------------------------------------------------------------------------------------- the two formats
 
 
-def read_binary(content: bytes, *, label_bytes: int) -> Records:
+def read_binary(content: bytes, label_bytes: int) -> Records:
     """Records of `label_bytes` labels, of which the last is used, and 3,072 bytes of pixels, channel by channel."""
     record = label_bytes + PIXELS
     if not content or len(content) % record:
@@ -196,43 +201,37 @@ def read_pickle(content: bytes, labels_key: str) -> Records:
 
 
 class _Array:
-    """An array, or the type of one, as its pickle describes it."""
+    """What a pickle says of an array, or of the type of one: the arguments it is created from, then its state."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
-        self.state: tuple[Any, ...] = ()
 
     def __setstate__(self, state: Any) -> None:
-        self.state = tuple(state)
+        self.arguments += tuple(state)
 
     def pixels(self) -> NDArray[np.uint8]:
-        if len(self.state) == 5:  # protocols up to 4: the bytes are the last item of the state
-            _, shape, dtype, fortran, content = self.state
-        else:  # protocol 5: they are the first argument
+        if len(self.arguments) == 4:  # protocol 5, which has no state
             content, dtype, shape, order = self.arguments
             fortran = order != "C"
+        else:
+            *_, shape, dtype, fortran, content = self.arguments
         if dtype.arguments[0] not in ("u1", b"u1") or fortran or shape[1:] != (PIXELS,):
             raise ValueError("its array does not have 3,072 bytes for each image")
         return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads arrays and plain values.  It earns its lines as most copies of CIFAR are pickles, which could run any code."""
+    """Reads arrays and plain values, and runs nothing: what it calls are its own methods, which a pickle cannot change."""
+
+    names = (
+        "numpy.core.multiarray._reconstruct", "numpy.core.numeric._frombuffer", "numpy.dtype", "numpy.ndarray",
+        "_codecs.encode",
+    )  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
-        # bound methods, which a pickle cannot change
-        known: dict[tuple[str, str], Callable[..., Any] | None] = {
-            ("multiarray", "_reconstruct"): self._array,
-            ("numeric", "_frombuffer"): self._array,
-            ("numpy", "dtype"): self._array,
-            ("numpy", "ndarray"): None,  # only named, never called
-            ("_codecs", "encode"): self._encode,
-        }
-        package, _, submodule = module.rpartition(".")
-        key = (submodule if package in ("numpy.core", "numpy._core") else module, name)
-        if key not in known:
+        if f"{module}.{name}".replace("numpy._core", "numpy.core") not in self.names:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}, which no data file needs")
-        return known[key]
+        return self._encode if name == "encode" else self._array
 
     def _array(self, *arguments: Any) -> _Array:
         return _Array(*arguments)
@@ -260,22 +259,14 @@ class CIFAR10(_CIFAR):
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     layouts = (
         Layout(
-            "cifar-10-binary.tar.gz",
-            "c32a1d4ab5d03f1284b67883e8d87530",
-            "cifar-10-batches-bin",
-            tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
-            ("test_batch.bin",),
-            lambda content: read_binary(content, label_bytes=1),
+            "cifar-10-binary.tar.gz", "cifar-10-batches-bin", tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+            ("test_batch.bin",), label=1, md5="c32a1d4ab5d03f1284b67883e8d87530",
         ),
         Layout(
-            "cifar-10-python.tar.gz",
-            "c58f30108f718f92721af3b95e74349a",
-            "cifar-10-batches-py",
-            tuple(f"data_batch_{i}" for i in range(1, 6)),
-            ("test_batch",),
-            lambda content: read_pickle(content, "labels"),
+            "cifar-10-python.tar.gz", "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)),
+            ("test_batch",), label="labels",
         ),
-    )
+    )  # fmt: skip
 
 
 class CIFAR100(_CIFAR):
@@ -307,19 +298,8 @@ class CIFAR100(_CIFAR):
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
     layouts = (
         Layout(
-            "cifar-100-binary.tar.gz",
-            "03b5dce01913d631647c71ecec9e9cb8",
-            "cifar-100-binary",
-            ("train.bin",),
-            ("test.bin",),
-            lambda content: read_binary(content, label_bytes=2),
+            "cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), ("test.bin",), label=2,
+            md5="03b5dce01913d631647c71ecec9e9cb8",
         ),
-        Layout(
-            "cifar-100-python.tar.gz",
-            "eb9058c3a382ffc7106e4002c42a8d85",
-            "cifar-100-python",
-            ("train",),
-            ("test",),
-            lambda content: read_pickle(content, "fine_labels"),
-        ),
-    )
+        Layout("cifar-100-python.tar.gz", "cifar-100-python", ("train",), ("test",), label="fine_labels"),
+    )  # fmt: skip

@@ -9,10 +9,12 @@ are then on the CPU; while a trainer runs they are augmented on its device.
 """
 
 import hashlib
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import lightning as L
 import numpy as np
@@ -24,7 +26,7 @@ from torch import Tensor
 from ortho_vit.data.augment import Augmentation
 from ortho_vit.data.policies import AutoAugmentPolicy, PolicyName, make_policy
 from ortho_vit.data.rng import hold_out
-from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader
+from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader, take
 
 NAMED_CLASSES = 10  # at most this many are named in a description
 
@@ -80,12 +82,11 @@ class ImageDataModule(L.LightningDataModule):
         self._require(num_workers >= 0, f"num_workers must be at least 0, got {num_workers}")
         self._require(limit is None or limit >= 1, f"limit must be at least 1, or null for all, got {limit}")
         self._require(0 <= seed < 2**63, f"seed must be in [0, 2^63), got {seed}")
-        share = isinstance(val_size, float)
         self._require(
-            0 <= val_size < 1 if share else val_size >= 0,
+            0 <= val_size < (1 if isinstance(val_size, float) else math.inf),
             f"val_size must be a count of at least 0 or a share in [0, 1), got {val_size}",
         )
-        known = ("autoaugment", "randaugment", "trivialaugment")
+        known = get_args(PolicyName)
         self._require(
             augment in (None, *known), f"augment must be one of {', '.join(known)}, got {augment!r}"
         )
@@ -95,7 +96,7 @@ class ImageDataModule(L.LightningDataModule):
         )
         self._require(0 <= random_erasing <= 1, f"random_erasing must be in [0, 1], got {random_erasing}")
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
-            self._require(0 <= alpha < float("inf"), f"{name} must be at least 0, got {alpha}")
+            self._require(0 <= alpha < math.inf, f"{name} must be at least 0, got {alpha}")
         self.batch_size, self.num_workers, self.val_size = batch_size, num_workers, val_size
         self.limit, self.seed = limit, seed
         self.augment: PolicyName | None = "autoaugment" if autoaugment else augment
@@ -134,24 +135,20 @@ class ImageDataModule(L.LightningDataModule):
             return rows
         return rows[hold_out(labels[rows], self.limit, self.seed)[0]]
 
-    def _augmentation(
-        self, *, train: bool, padding: int = 0, flip: bool = False, first_column: int = 0
-    ) -> Augmentation:
+    def _augmentation(self, train: bool, **kwargs: Any) -> Augmentation:
         """The augmentation of a training set; for other sets only the normalisation."""
         if not train:
             return Augmentation(self.mean, self.std)
         return Augmentation(
             self.mean,
             self.std,
-            padding=padding,
-            flip=flip,
             policy=make_policy(self.augment, self.autoaugment_policy),
             erasing=self.random_erasing,
             mixup=self.mixup,
             cutmix=self.cutmix,
             num_classes=self.num_classes,
             seed=self.seed,
-            first_column=first_column,
+            **kwargs,
         )
 
     @property
@@ -185,8 +182,9 @@ class ImageDataModule(L.LightningDataModule):
             parts[-1] = "test on the validation images"
         counted = self.train_set if self.train_set is not None else self.test_set
         counts = np.bincount(counted.labels, minlength=self.num_classes) if counted is not None else ()
-        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)]
-        named = named[:NAMED_CLASSES]
+        named = [f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=False)][
+            :NAMED_CLASSES
+        ]
         if named and self.num_classes > NAMED_CLASSES:
             named.append("…")
         classes = f"{self.num_classes} classes" + (f" ({', '.join(named)})" if named else "")
@@ -227,8 +225,10 @@ class ImageDataModule(L.LightningDataModule):
         self._require(len(dataset) > 0, "nothing to test on: no test images, and val_size=0")
         return self._batches(dataset)
 
-    def _loader(self, dataset: BatchSet, *, train: bool = False, **kwargs: Any) -> Loader:
-        trainer = self.trainer
+    def _loader(self, dataset: Any, *, train: bool = False, num_workers: int = 0, **kwargs: Any) -> Loader:
+        trainer, device = self.trainer, self._device()
+        if num_workers and device.type == "cpu":
+            dataset.augmentation.prepare(self.image_size)
         sampler = EpochSampler(
             len(dataset),
             batch_size=self.batch_size,
@@ -238,7 +238,7 @@ class ImageDataModule(L.LightningDataModule):
             world_size=trainer.world_size if trainer else 1,
         )
         position = self._batches_done if train else None
-        return Loader(dataset, sampler, device=self._device(), position=position, **kwargs)
+        return Loader(dataset, sampler, device=device, num_workers=num_workers, position=position, **kwargs)
 
     def _device(self) -> torch.device:
         """The trainer's device while it runs, otherwise the CPU."""
@@ -256,34 +256,17 @@ def printable(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "replace")
 
 
+@dataclass(eq=False)
 class TensorSet(BatchSet):
-    """Some rows of uint8 images held in memory, on any device."""
+    """Some rows of uint8 images held in memory, on any device, with the labels of these rows."""
 
-    augmentation: Augmentation
-
-    def __init__(
-        self,
-        images: Tensor,
-        targets: Tensor | Sequence[str],
-        rows: NDArray[np.int64],
-        augmentation: Augmentation,
-    ) -> None:
-        self.images, self.targets, self.rows, self.augmentation = images, targets, rows, augmentation
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        assert isinstance(self.targets, Tensor)
-        return self.targets.numpy()[self.rows]
+    images: Tensor
+    rows: NDArray[np.int64]
 
     def __getitem__(self, key: Key) -> Batch:
         rows = self.rows[key.samples]
-        images = self.images[torch.from_numpy(rows).to(self.images.device)]
-        if isinstance(self.targets, Tensor):
-            return Batch(images, self.targets[torch.from_numpy(rows)], Key(key.epoch, rows), [])
-        return Batch(images, [self.targets[row] for row in rows], Key(key.epoch, rows), [])
+        labels = torch.from_numpy(self.labels[key.samples])
+        return Batch(take(self.images, rows), labels, Key(key.epoch, rows), [])
 
     def names(self, samples: NDArray[np.int64]) -> list[int]:
         """The positions of the samples in the official set."""
@@ -318,40 +301,40 @@ class TensorDataModule(ImageDataModule):
         if stage in (None, "fit", "validate") and self.train_set is None:
             images, labels = self.read(train=True)
             training, validation = self._split(labels.numpy())
-            self.train_set = self._set(images, labels, training, train=True)
-            self.val_set = self._set(images, labels, validation)
+            self.train_set = self._set(images, labels.numpy(), training, train=True)
+            self.val_set = self._set(images, labels.numpy(), validation)
         if stage in (None, "test", "predict") and self.test_set is None:
             images, labels = self.read(train=False)
-            self.test_set = self._set(images, labels, np.arange(len(labels)))
+            self.test_set = self._set(images, labels.numpy(), np.arange(len(labels)))
 
     def _set(
-        self, images: Tensor, labels: Tensor, rows: NDArray[np.int64], *, train: bool = False
+        self, images: Tensor, labels: NDArray[np.int64], rows: NDArray[np.int64], *, train: bool = False
     ) -> TensorSet:
-        augmentation = self._augmentation(
-            train=train, padding=self.padding if self.crop else 0, flip=self.flip
+        rows, padding = self._limited(rows, labels), self.padding if self.crop else 0
+        return TensorSet(
+            labels[rows], self._augmentation(train, padding=padding, flip=self.flip), images, rows
         )
-        return TensorSet(images, labels, self._limited(rows, labels.numpy()), augmentation)
 
     def _batches(self, dataset: TensorSet, train: bool = False) -> Loader:
-        if self.device_resident and self._device().type != "cpu":
+        resident = self.device_resident and self._device().type != "cpu"
+        if resident:
             self._move_sets(self._device())
-            return self._loader(dataset, train=train)
-        if train and self.num_workers:
-            dataset.augmentation.prepare(*dataset.images.shape[-2:])
-        return self._loader(dataset, train=train, num_workers=self.num_workers if train else 0)
+        return self._loader(
+            dataset, train=train, num_workers=self.num_workers if train and not resident else 0
+        )
 
     def _move_sets(self, device: torch.device) -> None:
         """Move the images to the device; training and validation share theirs, which are moved once."""
-        moved: dict[int, Tensor] = {}
-        for dataset in (self.train_set, self.val_set, self.test_set):
-            if dataset is not None:
-                images = dataset.images
-                if id(images) not in moved:
-                    moved[id(images)] = images.to(device)
-                dataset.images = moved[id(images)]
+        sets = [dataset for dataset in (self.train_set, self.val_set, self.test_set) if dataset is not None]
+        held = {id(dataset.images): dataset.images for dataset in sets}
+        moved = {number: images.to(device) for number, images in held.items()}
+        for dataset in sets:
+            dataset.images = moved[id(dataset.images)]
 
     def predict_dataloader(self) -> Loader:
         """The test set's images, named by their position."""
-        test = self._ready(self.test_set, "predict")
-        names = [f"test/{row:05d}" for row in range(len(test.images))]
-        return self._loader(TensorSet(test.images, names, test.rows, test.augmentation))
+
+        def receive(batch: Batch) -> tuple[Tensor, list[str]]:
+            return batch.images, [f"test/{row:05d}" for row in batch.key.samples]
+
+        return self._loader(self._ready(self.test_set, "predict"), receive=receive)

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from torchvision.transforms.functional import InterpolationMode, center_crop, resize
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 CROP_PCT = 0.875  # of the shorter side, in evaluation: 224 of 256, as is usual on ImageNet
 MIN_AREA, MAX_ASPECT = 0.08, 4 / 3  # of a random crop, likewise
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def decode(path: Path) -> Image.Image:
@@ -24,10 +23,15 @@ def decode(path: Path) -> Image.Image:
         return _to_rgb(ImageOps.exif_transpose(image))
 
 
-def check_header(path: Path) -> None:
-    """Raise ValueError if the start of a file shows that it cannot be decoded; much quicker than `decode`."""
-    with _opened(path) as image:
-        _require_integers(image)
+def why_unreadable(path: Path) -> str | None:
+    """What is wrong with a file, by its name and header alone, or None; much quicker than `decode`."""
+    if path.suffix.lower() not in SUFFIXES:
+        return f"{path} is not an image"
+    try:
+        with _opened(path):
+            return None
+    except ValueError as error:
+        return str(error)
 
 
 @contextmanager
@@ -37,6 +41,8 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore")  # about metadata; real problems are errors
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # above 89 million pixels
             with Image.open(file) as image:
+                if image.mode == "F":
+                    raise ValueError("floating-point pixels; save it with 8 or 16 bits")
                 yield image
         return
     except Image.UnidentifiedImageError:
@@ -50,13 +56,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     raise ValueError(f"cannot read {path}: {reason}")
 
 
-def _require_integers(image: Image.Image) -> None:
-    if image.mode == "F":
-        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
-    _require_integers(image)
     if image.mode.startswith("I"):  # more than 8 bits, which `convert` would clip at 255
         values = np.asarray(image).astype(np.int64)
         if image.mode == "I" and values.size and (values.min() < 0 or values.max() > 0xFFFF):
@@ -71,26 +71,17 @@ def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) ->
 
     The shorter side is resized to `size / crop_pct` pixels, and the central `size` × `size` pixels are cut out.
     """
-    width, height = image.size
-    shorter = math.floor(size / crop_pct)
-    if width <= height:
-        width, height = shorter, int(shorter * height / width)
-    else:
-        width, height = int(shorter * width / height), shorter
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
-    return resized.crop((left, top, left + size, top + size))
+    resized = resize(image, [math.floor(size / crop_pct)], InterpolationMode.BICUBIC)
+    return center_crop(resized, [size, size])
 
 
-def random_box(width: int, height: int, noise: NDArray[np.float64]) -> Box:
-    """A random box with 8 % to 100 % of the area and an aspect of 3:4 to 4:3, clipped to the image; `noise` is `(4,)`."""
+def random_box(width: int, height: int, noise: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a random box in an image; `noise` is `(4,)`.
+
+    It has 8 % to 100 % of the area and an aspect of 3:4 to 4:3, and is clipped to the image.
+    """
     area = width * height * (MIN_AREA + (1 - MIN_AREA) * noise[0])
     aspect = MAX_ASPECT ** (2 * noise[1] - 1)
     w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
     left, top = noise[2] * (width - w), noise[3] * (height - h)
     return left, top, min(left + w, width), min(top + h, height)
-
-
-def resized(image: Image.Image, size: int, box: Box) -> Image.Image:
-    """The box of the image as a square of `size` pixels: crop and resize in one resampling."""
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)

@@ -42,10 +42,8 @@ class Digits(TensorDataModule):
         images = np.rint(values * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         test, rest = hold_out(labels, round(TEST_SHARE * len(labels)), TEST_SEED)
         rows = rest if train else test
-        return self._enlarged(torch.from_numpy(images[rows])), torch.from_numpy(labels[rows].astype(np.int64))
-
-    def _enlarged(self, images: Tensor) -> Tensor:
-        if self.image_size == 8:
-            return images
-        enlarged = F.interpolate(images.float(), (self.image_size, self.image_size), mode="bilinear")
-        return enlarged.round().to(torch.uint8)
+        chosen = torch.from_numpy(images[rows])
+        if self.image_size != 8:
+            enlarged = F.interpolate(chosen.float(), (self.image_size, self.image_size), mode="bilinear")
+            chosen = enlarged.round().to(torch.uint8)
+        return chosen, torch.from_numpy(labels[rows].astype(np.int64))

@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,76 +18,57 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL.Image import Resampling
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ortho_vit.data.augment import Augmentation
 from ortho_vit.data.datamodule import ImageDataModule, printable
-from ortho_vit.data.decode import (
-    CROP_PCT,
-    SUFFIXES,
-    central_square,
-    check_header,
-    decode,
-    random_box,
-    resized,
-)
+from ortho_vit.data.decode import CROP_PCT, central_square, decode, random_box, why_unreadable
 from ortho_vit.data.policies import AutoAugmentPolicy
 from ortho_vit.data.rng import uniform
 from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 LIKE_A_SPLIT = {*SPLITS["train"], *SPLITS["val"], *SPLITS["test"], "dev", "eval", "evaluation", "holdout"}
-JUNK = {
+JUNK = {  # made by operating systems and archive programs
     "__macosx", "@eadir", "lost+found", "$recycle.bin", "system volume information", "thumbs.db", "desktop.ini",
 }  # fmt: skip
+CROP_COLUMNS = 4  # random numbers for the crop of an image
 SHOWN = 5  # at most this many files or folders are named in a message
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
 
 
-@dataclass
-class Found:
-    """The files below a folder, sorted, and the entries that were skipped, each with its reason."""
+def find_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """The files below a folder, sorted, and what was skipped, with reasons.  Hidden entries count as neither.
 
-    paths: list[Path] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-
-def find_files(folder: Path) -> Found:
-    """All files below a folder, without hidden ones.  Links to folders are not followed: they may form cycles."""
-    found = Found()
+    Links to folders are not followed: they may form cycles.
+    """
+    paths: list[Path] = []
+    skipped: list[str] = []
     for parent, folders, names in os.walk(folder):
         entries = [Path(parent, name) for name in folders + names if not name.startswith(".")]
         reasons = {path: reason for path in entries if (reason := _why_skipped(path))}
-        found.skipped += [f"{path}: {reason}" for path, reason in reasons.items()]
-        found.paths += [path for path in entries if path not in reasons and path.is_file()]
+        skipped += [f"{path}: {reason}" for path, reason in reasons.items()]
+        paths += [path for path in entries if path not in reasons and path.is_file()]
         folders[:] = [path.name for path in entries if path not in reasons and path.is_dir()]  # to walk
-    found.paths.sort()
-    return found
+    return sorted(paths), skipped
 
 
 def _why_skipped(path: Path) -> str | None:
     if path.is_symlink() and not path.is_file():
         return "a link to a folder" if path.is_dir() else "a dangling link"
-    if is_junk(path.name):
+    if path.name.lower() in JUNK:
         return "made by the operating system"
     return None if path.is_file() or path.is_dir() else "not a regular file"
 
 
-def is_junk(name: str) -> bool:
-    """Whether an entry comes from an operating system or an archive program, not from the user."""
-    return name.lower() in JUNK
-
-
 def folders_in(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted, without hidden ones and junk."""
-    entries = (entry for entry in folder.iterdir() if entry.is_dir())
-    return sorted(
-        entry.name for entry in entries if not entry.name.startswith(".") and not is_junk(entry.name)
-    )
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(name for name in names if not name.startswith(".") and name.lower() not in JUNK)
 
 
 def looks_like_a_split(name: str) -> bool:
@@ -103,61 +84,27 @@ def _some(items: Sequence[str]) -> str:
     return "; ".join(items[:SHOWN]) + more
 
 
-def unreadable(paths: Sequence[Path]) -> dict[Path, str]:
-    """The files that are not images, by their names and headers, and what is wrong with each; on a terminal with a bar."""
-    bad: dict[Path, str] = {}
-    console = Console(stderr=True)
-    bar = track(paths, "checking images", console=console, transient=True) if console.is_terminal else paths
-    for path in bar:
-        try:
-            if path.suffix.lower() not in SUFFIXES:
-                raise ValueError(f"{path} is not an image")
-            check_header(path)
-        except ValueError as error:
-            bad[path] = str(error)
-    return bad
-
-
 # ------------------------------------------------------------------------------------------------------------ data sets
 
 
+@dataclass(eq=False)
 class FileSet(BatchSet):
     """Image files, decoded on demand to squares of uint8; files that cannot be read are left out of their batch.
 
     Args:
-        targets: labels, or names.
         crop: take random parts of the images, instead of the central square.
-        grey: convert to one channel.
+        channels: 3, or 1 to convert to grey.
     """
 
-    augmentation: Augmentation
-
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        targets: NDArray[np.int64] | list[str],
-        augmentation: Augmentation,
-        *,
-        image_size: int,
-        crop: bool = False,
-        crop_pct: float = CROP_PCT,
-        grey: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.paths, self.targets, self.augmentation = paths, targets, augmentation
-        self.image_size = image_size
-        self.crop, self.crop_pct, self.grey, self.seed = crop, crop_pct, grey, seed
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        assert not isinstance(self.targets, list)
-        return self.targets
+    paths: Sequence[Path]
+    image_size: int
+    crop: bool
+    crop_pct: float
+    channels: int
+    seed: int
 
     def __getitem__(self, key: Key) -> Batch:
-        noise = uniform(self.seed, "augment", key.epoch, key.samples, 4)
+        noise = uniform(self.seed, "augment", key.epoch, key.samples, CROP_COLUMNS)
         images, good, failures = [], [], []
         for position, sample in enumerate(key.samples.tolist()):
             try:
@@ -165,23 +112,19 @@ class FileSet(BatchSet):
                 good.append(position)
             except ValueError as error:
                 failures.append(str(error))
-        samples, targets = key.samples[good], self.targets
-        if isinstance(targets, list):
-            chosen: Any = [targets[i] for i in samples]
-        else:
-            chosen = torch.from_numpy(targets[samples])
-        shape = (0, 1 if self.grey else 3, self.image_size, self.image_size)
+        shape = (len(images), self.channels, self.image_size, self.image_size)
         pixels = torch.stack(images) if images else torch.empty(shape, dtype=torch.uint8)
-        return Batch(pixels, chosen, Key(key.epoch, samples), failures)
+        samples = key.samples[good]
+        return Batch(pixels, torch.from_numpy(self.labels[samples]), Key(key.epoch, samples), failures)
 
     def _pixels(self, path: Path, noise: NDArray[np.float64]) -> Tensor:
-        image = decode(path)
+        image, size = decode(path), self.image_size
         if self.crop:
-            image = resized(image, self.image_size, random_box(*image.size, noise))
+            image = image.resize((size, size), Resampling.BICUBIC, box=random_box(*image.size, noise))
         else:
-            image = central_square(image, self.image_size, self.crop_pct)
-        pixels = np.array(image.convert("L") if self.grey else image)
-        return torch.from_numpy(pixels).view(self.image_size, self.image_size, -1).permute(2, 0, 1)
+            image = central_square(image, size, self.crop_pct)
+        pixels = np.array(image.convert("L") if self.channels == 1 else image)
+        return torch.from_numpy(pixels).view(size, size, -1).permute(2, 0, 1)
 
     def names(self, samples: NDArray[np.int64]) -> list[str]:
         """The files of the samples."""
@@ -344,23 +287,26 @@ class ImageFolder(ImageDataModule):
         self._require(
             not unknown, f"{folder} has the class {unknown[:1]}, which the training images do not have"
         )
-        self.skipped += [
-            f"{path}: made by the operating system" for path in folder.iterdir() if is_junk(path.name)
-        ]
+        junk = [path for path in folder.iterdir() if path.name.lower() in JUNK]
+        self.skipped += [f"{path}: made by the operating system" for path in junk]
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            found = find_files(folder / self._class_folders[name])
-            self.skipped += found.skipped
-            paths += found.paths
-            labels += [label] * len(found.paths)
+            found, skipped = find_files(folder / self._class_folders[name])
+            self.skipped += skipped
+            paths += found
+            labels += [label] * len(found)
         if not paths:
             raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
         return self._readable(paths, labels)
 
     def _readable(self, paths: list[Path], labels: list[int]) -> tuple[list[Path], NDArray[np.int64]]:
         """The files that are images, by their headers.  The others raise an error, or a warning with `skip_unreadable`."""
-        bad = unreadable(paths)
+        console = Console(stderr=True)
+        bar = (
+            track(paths, "checking images", console=console, transient=True) if console.is_terminal else paths
+        )
+        bad = {path: reason for path in bar if (reason := why_unreadable(path))}
         reasons = list(bad.values())
         if bad and not self.skip_unreadable:
             raise ValueError(self._refusal(reasons))
@@ -392,18 +338,14 @@ class ImageFolder(ImageDataModule):
             not empty, f"the class {empty[:1]} has no images to train on; put some there, or take it out"
         )
         if folder := self.parts.get("val"):
-            others = self._scan(folder)
-            training, validation = np.arange(len(paths)), np.arange(len(others[0]))
+            self.train_set = self._set(paths, labels, train=True)
+            self.val_set = self._set(*self._scan(folder))
         else:
-            others = paths, labels
             training, validation = self._split(labels)
-        self.train_set = self._set(paths, labels, training, train=True)
-        self.val_set = self._set(*others, validation)
-        if folder := self.parts.get("test"):
-            others = self._scan(folder)
-            self.test_set = self._set(*others, np.arange(len(others[0])))
-        else:
-            self.test_set = self.val_set
+            self.train_set = self._set(paths, labels, training, train=True)
+            self.val_set = self._set(paths, labels, validation)
+        folder = self.parts.get("test")
+        self.test_set = self._set(*self._scan(folder)) if folder else self.val_set
 
     def _setup_prediction(self) -> None:
         folder = self.predict_root or self.parts.get("test")
@@ -415,47 +357,43 @@ class ImageFolder(ImageDataModule):
         folder = folder or self.root
         if not folder.exists():
             raise FileNotFoundError(f"ImageFolder: {folder.absolute()} does not exist; set data.predict_root")
-        found = Found([folder]) if folder.is_file() else find_files(folder)
-        if not found.paths:
+        paths, self._not_files = ([folder], []) if folder.is_file() else find_files(folder)
+        if not paths:
             raise FileNotFoundError(f"ImageFolder: no images in {folder.absolute()}; put some there")
-        self.skipped, self._not_files = list(found.skipped), found.skipped
-        self.predict_root = root = folder.parent if folder.is_file() else folder
-        rows = self._limited(np.arange(len(found.paths)), np.zeros(len(found.paths), np.int64))
-        paths = [found.paths[row] for row in rows]
-        self.predict_set = FileSet(
-            paths,
-            [str(path.relative_to(root)) for path in paths],
-            self._augmentation(train=False),
-            image_size=self.image_size,
-            crop_pct=self.crop_pct,
-            grey=self.channels == 1,
-        )
+        self.skipped = list(self._not_files)
+        self.predict_root = folder.parent if folder.is_file() else folder
+        self.predict_set = self._set(paths, np.zeros(len(paths), np.int64))
 
     def _set(
-        self, paths: list[Path], labels: NDArray[np.int64], rows: NDArray[np.int64], *, train: bool = False
+        self,
+        paths: list[Path],
+        labels: NDArray[np.int64],
+        rows: NDArray[np.int64] | None = None,
+        *,
+        train: bool = False,
     ) -> FileSet:
-        rows = self._limited(rows, labels)
+        """The set of some rows, by default of all."""
+        rows = self._limited(np.arange(len(paths)) if rows is None else rows, labels)
         return FileSet(
-            [paths[row] for row in rows],
             labels[rows],
-            self._augmentation(train=train, flip=self.flip, first_column=2),
+            self._augmentation(train, flip=self.flip, crop_columns=CROP_COLUMNS),
+            paths=[paths[row] for row in rows],
             image_size=self.image_size,
             crop=self.crop and train,
             crop_pct=self.crop_pct,
+            channels=self.channels,
             seed=self.seed,
         )
 
     # ---- loaders
 
     def _batches(self, dataset: FileSet, train: bool = False) -> Loader:
-        def receive(batch: Batch) -> tuple[Tensor, Any]:
+        def receive(batch: Batch) -> tuple[Tensor, Tensor]:
             if batch.failures and not (self.skip_unreadable and len(batch.images)):
                 raise ValueError(self._refusal(batch.failures))
             self._warn(batch.failures)
-            return batch.images, batch.targets
+            return batch.images, batch.labels
 
-        if train and self.num_workers:
-            dataset.augmentation.prepare(self.image_size, self.image_size)
         return self._loader(dataset, train=train, num_workers=self.num_workers, receive=receive)
 
     def predict_dataloader(self) -> Loader:
@@ -463,10 +401,11 @@ class ImageFolder(ImageDataModule):
         dataset = self._ready(self.predict_set, "predict")
         self.skipped = list(self._not_files)
 
-        def receive(batch: Batch) -> tuple[Tensor, Any] | None:
+        def receive(batch: Batch) -> tuple[Tensor, list[str]] | None:
             self.skipped += batch.failures
             self._warn(batch.failures)
-            return (batch.images, batch.targets) if len(batch.images) else None
+            names = [str(dataset.paths[i].relative_to(self.predict_root)) for i in batch.key.samples]
+            return (batch.images, names) if names else None
 
         return self._loader(dataset, num_workers=self.num_workers, receive=receive)
 

@@ -16,7 +16,7 @@ from torchvision's transform of that image alone.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ from torch import Tensor
 from torchvision.transforms import AutoAugment as TorchvisionAutoAugment
 from torchvision.transforms import AutoAugmentPolicy
 from torchvision.transforms.v2 import functional as K
+
+from ortho_vit.data.sampling import take
 
 PolicyName = Literal["autoaugment", "randaugment", "trivialaugment"]
 Noise = NDArray[np.float64]
@@ -44,7 +46,7 @@ def _translate(x: Tensor, across: float, down: float) -> Tensor:
     return K.affine(x, angle=0.0, translate=[int(across), int(down)], scale=1.0, shear=[0.0, 0.0])
 
 
-OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {  # in torchvision's order, which numbers them
     "Identity": lambda x, m: x,
     "ShearX": lambda x, m: _shear(x, m, 0.0),
     "ShearY": lambda x, m: _shear(x, 0.0, m),
@@ -52,19 +54,16 @@ OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "TranslateY": lambda x, m: _translate(x, 0.0, m),
     "Rotate": lambda x, m: K.rotate(x, angle=m),
     "Brightness": lambda x, m: K.adjust_brightness(x, 1.0 + m),
+    "Color": lambda x, m: K.adjust_saturation(x, 1.0 + m),
+    "Contrast": lambda x, m: K.adjust_contrast(x, 1.0 + m),
+    "Sharpness": lambda x, m: K.adjust_sharpness(x, 1.0 + m),
     "Posterize": lambda x, m: K.posterize(x, int(m)),
     "Solarize": lambda x, m: K.solarize(x, 255 * m),
-    "Invert": lambda x, m: K.invert(x),
-    "Color": lambda x, m: K.adjust_saturation(x, 1.0 + m),
-    "Sharpness": lambda x, m: K.adjust_sharpness(x, 1.0 + m),
-    "Contrast": lambda x, m: K.adjust_contrast(x, 1.0 + m),
     "AutoContrast": lambda x, m: K.autocontrast(x),
     "Equalize": lambda x, m: K.equalize(x),
+    "Invert": lambda x, m: K.invert(x),  # in AutoAugment only
 }
-MOVES = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
-LEVELS = {"Brightness", "Posterize", "Solarize", "Invert"}
-SIGNED = {*MOVES, "Brightness", "Color", "Contrast", "Sharpness"}
-WITHOUT_MAGNITUDE = {"Identity", "Invert", "AutoContrast", "Equalize"}
+ALL = tuple(OPERATIONS)[:-1]  # those of RandAugment and TrivialAugment
 
 
 class Choice(NamedTuple):
@@ -77,13 +76,11 @@ class Choice(NamedTuple):
         return OPERATIONS[self.operation](images, self.magnitude)
 
 
-IDENTITY = Choice("Identity")
-
 # --------------------------------------------------------------------------------- many images in one call
 
 
 class Move:
-    """Choices of `MOVES`: each pixel of the result is a pixel of the image, or black."""
+    """Shear, translation and rotation: each pixel of the result is a pixel of the image, or black."""
 
     def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
         height, width = size
@@ -97,36 +94,28 @@ class Move:
         return pixels.gather(2, maps).view_as(images)
 
 
-class MapLevels:
-    """Choices of `LEVELS`: each value of the result depends on the value in the same place alone."""
+class Table:
+    """Each value of the result depends on the value in its place; with colour or sharpness also on the second image's."""
 
     def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
-        levels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
-        self.tables = torch.stack([choice(levels).flatten() for choice in choices]).to(device)
-
-    def __call__(self, images: Tensor, which: Tensor) -> Tensor:
-        return _look_up(self.tables, which, images.int())
-
-
-class Blend:
-    """Choices of "Color" or of "Sharpness": each value is blended with that of the gray or the blurred image."""
-
-    def __init__(self, choices: Sequence[Choice], size: tuple[int, int], device: torch.device) -> None:
-        self.second = Choice(choices[0].operation, -1.0)
-        pixels = all_blends(choices[0].operation)
-        places = self._pairs(pixels).flatten().long()
-        tables = torch.zeros(len(choices), 256 * 256, dtype=torch.uint8)
+        operation = choices[0].operation
+        self.second = Choice(operation, -1.0) if operation in ("Color", "Sharpness") else None
+        pixels = all_pairs(operation) if self.second else torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+        places = self._places(pixels).flatten().long()
+        tables = torch.zeros(len(choices), 256**2 if self.second else 256, dtype=torch.uint8)
         for table, choice in zip(tables, choices, strict=True):
             table.scatter_(0, places, choice(pixels).flatten())
         self.tables = tables.to(device)
 
-    def _pairs(self, images: Tensor) -> Tensor:
-        return images.int().mul_(256).add_(self.second(images))
+    def _places(self, images: Tensor) -> Tensor:
+        places = images.int()
+        return places.mul_(256).add_(self.second(images)) if self.second else places
 
     def __call__(self, images: Tensor, which: Tensor) -> Tensor:
-        if self.second.operation == "Color" and images.shape[1] == 1:
+        if self.second and self.second.operation == "Color" and images.shape[1] == 1:
             return images  # gray already
-        return _look_up(self.tables, which, self._pairs(images))
+        places = self._places(images).add_((which.int() * self.tables.shape[1]).view(-1, 1, 1, 1))
+        return self.tables.flatten().index_select(0, places.flatten()).view_as(images)
 
 
 class Single:
@@ -139,7 +128,7 @@ class Single:
         return self.choice(images)
 
 
-def all_blends(operation: str) -> Tensor:
+def all_pairs(operation: str) -> Tensor:
     """An image that has every level beside every level of the second image that it can be blended with."""
     first, second = (x.flatten() for x in torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
     if operation == "Color":
@@ -152,126 +141,59 @@ def all_blends(operation: str) -> Tensor:
     return patches.transpose(1, 2).reshape(1, 3, -1).to(torch.uint8)
 
 
-def _look_up(tables: Tensor, which: Tensor, places: Tensor) -> Tensor:
-    """The values of table `which[i]` at the places of image i, an int32 tensor that is overwritten."""
-    places += (which.int() * tables.shape[1]).view(-1, 1, 1, 1)
-    return tables.flatten().index_select(0, places.flatten()).view_as(places)
-
-
 # Pixels × channels in one call on a CPU: larger temporaries leave the cache, which takes twice the time
 AT_ONCE = 2**18
 
-KINDS: dict[str, type[Single | MapLevels | Move | Blend]] = {  # in the order in which they are applied
-    "Identity": Single, "Equalize": Single, "Level": MapLevels, "Move": Move, "Color": Blend, "Contrast": Single,
-    "Sharpness": Blend, "AutoContrast": Single,
-}  # fmt: skip
-
-
-def _kind(choice: Choice) -> str:
-    if choice.operation in MOVES:
-        return "Move"
-    return "Level" if choice.operation in LEVELS else choice.operation
+Kernel = Single | Table | Move
+KERNELS: tuple[tuple[type[Kernel], set[str]], ...] = (
+    (Single, {"Identity", "Contrast", "AutoContrast", "Equalize"}),
+    (Table, {"Brightness", "Posterize", "Solarize", "Invert"}),
+    (Move, {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}),
+    (Table, {"Color"}),
+    (Table, {"Sharpness"}),
+)
 
 
 class Operations:
     """All choices of a policy for images of one size, in groups that are applied by one call each."""
 
     def __init__(self, choices: Iterable[Choice], size: tuple[int, int], device: torch.device) -> None:
-        order = {kind: i for i, kind in enumerate(KINDS)}
-        ordered = sorted({IDENTITY, *choices}, key=lambda choice: (order[_kind(choice)], choice))
+        distinct = dict.fromkeys([Choice("Identity"), *choices])
+        groups: list[tuple[type[Kernel], list[Choice]]] = []
+        for kernel, operations in KERNELS:
+            members = [choice for choice in distinct if choice.operation in operations]
+            if kernel is Single:
+                groups += [(kernel, [choice]) for choice in members]
+            elif members:
+                groups.append((kernel, members))
+        self._groups = [kernel(members, size, device) for kernel, members in groups]
+        ordered = [choice for _, members in groups for choice in members]
         self.number = {choice: i for i, choice in enumerate(ordered)}  # 0 is the identity
-        self._groups: list[Single | MapLevels | Move | Blend] = []
-        places = []  # the group of each choice, and its number there
-        for (kind, _), members in groupby(ordered, lambda c: (_kind(c), KINDS[_kind(c)] is Single and c)):
-            group = list(members)
-            places += [(len(self._groups), i) for i in range(len(group))]
-            self._groups.append(KINDS[kind](group, size, device))
-        self._group, self._place = np.array(places).T
+        places = [(group, i) for group, (_, members) in enumerate(groups) for i in range(len(members))]
+        self._group, self._place = np.array(places).T  # of each choice, and its number in the group
 
     def __call__(self, images: Tensor, chosen: Integers) -> Tensor:
         """Apply the choices with the numbers `chosen[i]`, one after another, to image i.
 
-        Results are collected behind the images, in the order of the calls.
+        For each step the images are sorted by group, so that a call reads and writes one range of them.  Those of
+        group 0, the identity, come first and are left as they are.
         """
-        B, turns = len(images), self._turns(chosen)
-        image, step = np.nonzero(chosen)
-        order = np.argsort(turns[image, step], kind="stable")
-        image, step = image[order], step[order]
-        turn, place = turns[image, step], self._place[chosen[image, step]]
-        calls = list(pairwise([*np.flatnonzero(np.diff(turn, prepend=-1)), len(turn)]))
-        latest, source = np.arange(B), np.empty_like(image)  # where each image is now; where a call finds it
-        for start, stop in calls:
-            source[start:stop] = latest[image[start:stop]]
-            latest[image[start:stop]] = B + np.arange(start, stop)
-
-        sources, places, ends = (torch.from_numpy(x).to(images.device) for x in (source, place, latest))
-        pool = torch.cat([images, images.new_empty(len(turn), *images.shape[1:])])
-        most = max(1, AT_ONCE // images[:1].numel()) if B and images.device.type == "cpu" else B
-        for first, last in calls:
-            group = self._groups[turn[first] % len(self._groups)]
-            for start in range(first, last, most):
-                stop = min(start + most, last)
-                pool[B + start : B + stop] = group(
-                    pool.index_select(0, sources[start:stop]), places[start:stop]
-                )
-        return pool.index_select(0, ends)
-
-    def _turns(self, chosen: Integers) -> Integers:
-        """When each choice is applied: round + group, where every round goes through all groups in order.
-
-        An image's second choice is applied in the same round as its first if its group comes later.  This gives few
-        calls with many images each; the order of `KINDS` is the one in which AutoAugment's pairs need a second round
-        least often.
-        """
-        group = self._group[chosen]
-        turns, rounds = group.copy(), np.zeros(len(group), np.int64)
-        for i in range(1, group.shape[1]):
-            rounds += group[:, i] <= group[:, i - 1]
-            turns[:, i] += rounds * len(self._groups)
-        return turns
+        most = max(1, AT_ONCE // images[0].numel()) if len(images) and images.is_cpu else len(images)
+        at = np.arange(len(images))  # the image that is now in each place
+        for numbers in chosen.T:
+            group = self._group[numbers[at]]
+            order = np.argsort(group, kind="stable")
+            at, group, images = at[order], group[order], take(images, order)
+            places = torch.from_numpy(self._place[numbers[at]]).to(images.device)
+            for first, last in pairwise([*np.flatnonzero(np.diff(group, prepend=0)), len(group)]):
+                apply = self._groups[group[first]]
+                for start in range(first, last, most):
+                    part = slice(start, min(start + most, last))
+                    images[part] = apply(images[part], places[part])
+        return take(images, np.argsort(at))
 
 
 # ------------------------------------------------------------------------------------------------------------ policies
-
-
-class Space(NamedTuple):
-    """The largest magnitude of each operation; `pixels` of a translation is a share of the side if below 1."""
-
-    shear: float
-    pixels: float
-    degrees: float
-    colour: float
-    bits: int
-
-    def magnitude(self, operation: str, level: int, bins: int, side: int) -> float:
-        """Level number `level` of `bins` on the way from no change to the largest."""
-        if operation == "Posterize":
-            return float((8 - torch.arange(bins) / ((bins - 1) / self.bits)).round()[level])
-        if operation == "Solarize":
-            return float(torch.linspace(1.0, 0.0, bins)[level])
-        if operation.startswith("Translate"):
-            largest = self.pixels if self.pixels >= 1 else self.pixels * side
-        elif operation.startswith("Shear"):
-            largest = self.shear
-        else:
-            largest = self.degrees if operation == "Rotate" else self.colour
-        return float(torch.linspace(0.0, largest, bins)[level])
-
-
-USUAL = Space(shear=0.3, pixels=150.0 / 331.0, degrees=30.0, colour=0.9, bits=4)
-WIDE = Space(shear=0.99, pixels=32.0, degrees=135.0, colour=0.99, bits=6)
-ALL = (  # in torchvision's order, which numbers them
-    "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
-    "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
-)  # fmt: skip
-
-
-class Chosen(NamedTuple):
-    """For each image the operations to apply, one after another, each `(B, operations)`."""
-
-    alternative: Integers
-    positive: NDArray[np.bool_]
-    applied: NDArray[np.bool_]
 
 
 class Policy:
@@ -281,7 +203,9 @@ class Policy:
     """
 
     columns: int  # of random numbers for each image
-    space, bins = USUAL, 10
+    bins = 10  # levels of each operation
+    # The largest magnitudes; a shift below 1 is a share of the side, not a number of pixels.
+    shear, shift, degrees, colour, bits = 0.3, 150.0 / 331.0, 30.0, 0.9, 4
 
     def __init__(self) -> None:
         self._operations: dict[tuple[int, int, torch.device], tuple[Operations, Integers]] = {}
@@ -290,26 +214,36 @@ class Policy:
         """Operations with the numbers of their levels."""
         raise NotImplementedError
 
-    def choose(self, noise: Noise) -> Chosen:
+    def choose(self, noise: Noise) -> tuple[Integers, NDArray[np.bool_], NDArray[np.bool_] | bool]:
+        """Numbers of alternatives, their signs (True is positive), and whether to apply them: each `(B, operations)`."""
         raise NotImplementedError
 
     def operations(self, height: int, width: int, device: torch.device) -> tuple[Operations, Integers]:
         """The operations for images of a size, and the numbers there of each alternative: negative, positive."""
         key = height, width, device
         if key not in self._operations:
-            pairs = [self._signed(*alternative, height, width) for alternative in self.alternatives()]
+            pairs = self._signed_choices(height, width)
             operations = Operations((choice for pair in pairs for choice in pair), (height, width), device)
             numbers = np.array([[operations.number[choice] for choice in pair] for pair in pairs])
             self._operations[key] = operations, numbers
         return self._operations[key]
 
-    def _signed(self, operation: str, level: int, height: int, width: int) -> tuple[Choice, Choice]:
-        if operation in WITHOUT_MAGNITUDE:
-            return Choice(operation), Choice(operation)
-        side = width if operation == "TranslateX" else height
-        magnitude = self.space.magnitude(operation, level, self.bins, side)
-        negative = -magnitude if operation in SIGNED else magnitude
-        return Choice(operation, negative), Choice(operation, magnitude)
+    def _signed_choices(self, height: int, width: int) -> list[tuple[Choice, Choice]]:
+        """Each alternative with the negative and the positive magnitude of its level."""
+        across, down = (self.shift if self.shift >= 1 else self.shift * side for side in (width, height))
+        signed = dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), self.colour)
+        signed |= {"ShearX": self.shear, "ShearY": self.shear, "Rotate": self.degrees}
+        signed |= {"TranslateX": across, "TranslateY": down}
+        levels = dict.fromkeys(OPERATIONS, torch.zeros(self.bins))
+        levels |= {operation: torch.linspace(0.0, most, self.bins) for operation, most in signed.items()}
+        levels["Posterize"] = (8 - torch.arange(self.bins) / ((self.bins - 1) / self.bits)).round()
+        levels["Solarize"] = torch.linspace(1.0, 0.0, self.bins)
+        pairs = []
+        for operation, level in self.alternatives():
+            magnitude = levels[operation][level].item()
+            negative = -magnitude if operation in signed else magnitude
+            pairs.append((Choice(operation, negative), Choice(operation, magnitude)))
+        return pairs
 
     def __call__(self, images: Tensor, noise: Noise) -> Tensor:
         """Augment uint8 images; `noise` is `(B, columns)`."""
@@ -332,10 +266,10 @@ class AutoAugment(Policy):
     def alternatives(self) -> list[tuple[str, int]]:
         return [(operation, level or 0) for pair in self.pairs for operation, _, level in pair]
 
-    def choose(self, noise: Noise) -> Chosen:
+    def choose(self, noise: Noise) -> tuple[Integers, NDArray[np.bool_], NDArray[np.bool_]]:
         pair = (noise[:, 0] * len(self.pairs)).astype(np.int64)
         applied = noise[:, 1:3] <= self._probability[pair]
-        return Chosen(2 * pair[:, None] + np.arange(2), noise[:, 3:5] >= 0.5, applied)
+        return 2 * pair[:, None] + np.arange(2), noise[:, 3:5] >= 0.5, applied
 
 
 class RandAugment(Policy):
@@ -346,23 +280,22 @@ class RandAugment(Policy):
     def alternatives(self) -> list[tuple[str, int]]:
         return [(operation, 9) for operation in ALL]
 
-    def choose(self, noise: Noise) -> Chosen:
-        alternative = (noise[:, :2] * len(ALL)).astype(np.int64)
-        return Chosen(alternative, noise[:, 2:] >= 0.5, np.full(alternative.shape, True))
+    def choose(self, noise: Noise) -> tuple[Integers, NDArray[np.bool_], bool]:
+        return (noise[:, :2] * len(ALL)).astype(np.int64), noise[:, 2:] >= 0.5, True
 
 
 class TrivialAugment(Policy):
     """One operation, at one of 31 levels of a wide range."""
 
-    columns, bins, space = 3, 31, WIDE
+    columns, bins = 3, 31
+    shear, shift, degrees, colour, bits = 0.99, 32.0, 135.0, 0.99, 6
 
     def alternatives(self) -> list[tuple[str, int]]:
         return [(operation, level) for operation in ALL for level in range(self.bins)]
 
-    def choose(self, noise: Noise) -> Chosen:
+    def choose(self, noise: Noise) -> tuple[Integers, NDArray[np.bool_], bool]:
         operation, level = (noise[:, :2] * [len(ALL), self.bins]).astype(np.int64).T
-        alternative = (operation * self.bins + level)[:, None]
-        return Chosen(alternative, noise[:, 2:] >= 0.5, np.full(alternative.shape, True))
+        return (operation * self.bins + level)[:, None], noise[:, 2:] >= 0.5, True
 
 
 def make_policy(name: PolicyName | None, autoaugment: AutoAugmentPolicy) -> Policy | None:

@@ -12,6 +12,7 @@ loader's own, because a checkpoint may be written in the middle of a step: its b
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ortho_vit.data.rng import permutation
 
 
+def take(images: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """The images with these numbers, copied; on a CPU by numpy, in a fifth of the time that torch takes."""
+    if images.is_cpu:
+        return torch.from_numpy(images.numpy()[rows])
+    return images.index_select(0, torch.from_numpy(rows).to(images.device))
+
+
 class Key(NamedTuple):
     """What a data set needs to know to make one batch."""
 
@@ -33,45 +41,42 @@ class Key(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images with their labels or names: uint8 from the data set, normalised float32 after augmentation.
+    """Images with their labels: uint8 from the data set, normalised float32 after augmentation.
 
     `failures` are messages about files that could not be read.  They travel with the batch and are handled in the main
     process, because an exception raised in a worker arrives wrapped in a page of traceback.
     """
 
     images: Tensor
-    targets: Tensor | list[str]
+    labels: Tensor
     key: Key  # its samples are those of the images
     failures: list[str]
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory, for `DataLoader`; resident images are on the device already and stay there."""
         images = self.images.pin_memory() if self.images.is_cpu else self.images
-        targets = self.targets.pin_memory() if isinstance(self.targets, Tensor) else self.targets
-        return self._replace(images=images, targets=targets)
+        return self._replace(images=images, labels=self.labels.pin_memory())
 
 
+@dataclass(eq=False)
 class BatchSet(Dataset[Batch]):
-    """A data set that is indexed by `Key`, and whose batches `augment` prepares for a network."""
+    """A data set that is indexed by `Key`, and whose batches `augmentation` prepares for a network."""
 
-    augmentation: Callable[[Tensor, Tensor | None, Key], tuple[Tensor, Tensor | None]]
+    labels: NDArray[np.int64]
+    augmentation: Callable[[Tensor, Tensor, Key], tuple[Tensor, Tensor]]
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self.labels)
 
-    def __getitem__(self, key: Key) -> Batch:
+    def names(self, samples: NDArray[np.int64]) -> list[Any]:
+        """How messages refer to these samples."""
         raise NotImplementedError
 
     def augment(self, batch: Batch, device: torch.device) -> Batch:
         """The batch on a device, augmented there."""
-        targets = batch.targets  # labels, or in prediction names
-        labels = targets.to(device, non_blocking=True) if isinstance(targets, Tensor) else None
-        images, labels = self.augmentation(batch.images.to(device, non_blocking=True), labels, batch.key)
-        return batch._replace(images=images, targets=targets if labels is None else labels)
-
-    def names(self, samples: NDArray[np.int64]) -> list[Any]:
-        """How messages refer to these samples."""
-        return samples.tolist()
+        images, labels = (x.to(device, non_blocking=True) for x in (batch.images, batch.labels))
+        images, labels = self.augmentation(images, labels, batch.key)
+        return batch._replace(images=images, labels=labels)
 
 
 class EpochSampler(Sampler[Key]):
@@ -89,8 +94,7 @@ class EpochSampler(Sampler[Key]):
             raise ValueError(f"{size} images cannot be shared by {world_size} processes; use fewer")
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
-        self.epoch = 0
-        self.start = 0
+        self.epoch = self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -120,8 +124,8 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _images_and_targets(batch: Batch) -> tuple[Tensor, Tensor | list[str]]:
-    return batch.images, batch.targets
+def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch.images, batch.labels
 
 
 class Loader:
@@ -147,7 +151,7 @@ class Loader:
         device: torch.device | str = "cpu",
         num_workers: int = 0,
         position: Callable[[], int] | None = None,
-        receive: Callable[[Batch], Any] = _images_and_targets,
+        receive: Callable[[Batch], Any] = _images_and_labels,
     ) -> None:
         self.sampler = sampler  # under this name, as Lightning calls its set_epoch
         self.batch_sampler = None  # which Lightning looks for beside it

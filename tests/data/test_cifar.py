@@ -39,7 +39,8 @@ def test_every_layout_reads_the_same_images(tmp_path, dataset):
         place(root, dataset, form)
         before = listing(root)
         data = opened(dataset, root)
-        found = [data.train_set.images, data.train_set.targets, data.test_set.images, data.test_set.targets]
+        train, test = data.train_set, data.test_set
+        found = [train.images, torch.from_numpy(train.labels), test.images, torch.from_numpy(test.labels)]
         expected = expected or found
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), form
         assert listing(root) == before
@@ -53,7 +54,7 @@ def test_pixels_and_fine_labels_are_those_of_the_file(tmp_path, dataset):
     data = opened(dataset, tmp_path / "data")
     label_bytes = 1 if dataset is CIFAR10 else 2
     record = (path / dataset.layouts[0].test[0]).read_bytes()[: label_bytes + 3072]
-    assert data.test_set.targets[0] == record[label_bytes - 1]
+    assert data.test_set.labels[0] == record[label_bytes - 1]
     for channel, row, column in [(0, 0, 0), (1, 2, 3), (2, 31, 31)]:
         assert (
             data.test_set.images[0, channel, row, column]

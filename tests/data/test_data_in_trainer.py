@@ -188,20 +188,8 @@ def test_mixed_labels_train_a_classifier_and_resume_to_the_bit(tmp_path):
 
 
 def two_ranks(folder):
-    net, data = Net(), Digits(batch_size=100, limit=350, val_size=51)
-    runner = L.Trainer(
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp_fork",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Report(folder)],
-    )
-    runner.fit(net, data)
+    runner = trainer(Report(folder), max_epochs=1, num_sanity_val_steps=0, devices=2, strategy="ddp_fork")
+    runner.fit(Net(), Digits(batch_size=100, limit=350, val_size=51))
 
 
 class Report(L.Callback):

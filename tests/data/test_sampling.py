@@ -104,10 +104,7 @@ def test_batches_left_out_are_not_made():
             self.made += 1
             return Batch(torch.zeros(1), torch.zeros(1), key, [])
 
-        def augment(self, batch, device):
-            return batch
-
-    dataset = Counting()
+    dataset = Counting(np.zeros(100), augmentation=lambda images, labels, key: (images, labels))
     loader = Loader(dataset, EpochSampler(100, batch_size=10, shuffle=True), position=lambda: 7)
     assert len(list(loader)) == dataset.made == 3
 
@@ -175,12 +172,11 @@ def test_only_memory_of_the_host_is_pinned(monkeypatch):
     images, labels, key = torch.ones(2, 1, 4, 4), torch.arange(2), Key(0, np.arange(2))
     pinned = torch_pin_memory(Batch(images, labels, key, []))
     assert pinned.images is not images
-    assert pinned.targets is not labels
+    assert pinned.labels is not labels
     resident = torch_pin_memory(Batch(images.to(OTHER), labels, key, ["a failure"]))
     assert resident.images.device == OTHER
-    assert resident.targets is not labels
+    assert resident.labels is not labels
     assert resident.failures == ["a failure"]
-    assert torch_pin_memory(Batch(images, ["a", "b"], key, [])).targets == ["a", "b"]
 
 
 def test_resident_images_on_a_cpu_are_where_they_were_and_workers_augment_them():
