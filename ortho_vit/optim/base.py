@@ -193,7 +193,7 @@ class StiefelOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the float32 state of narrower parameters stays float32, and `shard_stiefel` as it is here."""
-        loaded = _of_this_version(state_dict)
+        loaded = _of_this_version(state_dict, self.defaults.get("capturable"))
         # torch adds "differentiable" to the defaults, not to the groups, of an optimizer that has loaded a state.
         needed = self.defaults.keys() - {"shard_stiefel", "differentiable"}
         for group in loaded["param_groups"]:
@@ -356,8 +356,9 @@ class StiefelOptimizer(Optimizer):
                 self._begin_on_manifold(p, blocks)
                 p.copy_(tensor)
         state["step"] = state["step"].to(p.device if capturable else "cpu")  # it may have been loaded
-        for key in block_keys(state):
-            state[key] = state[key].to(dtype)
+        for key, x in state.items():
+            if x.ndim and key != "master":
+                state[key] = x.to(dtype)
         if free is not None:
             self.free_rule.init(Part(free, free, state, "free_"), group, capturable)
 
@@ -499,8 +500,10 @@ def all_finite(tensors: list[Tensor], norms: list[float] | None = None) -> bool:
     return math.isfinite(sum(norms)) or all(t.isfinite().all() for t in tensors)
 
 
-def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of this version or of 0.1: there counters were integers, and the state of free rows a dictionary."""
+def _of_this_version(state_dict: dict[str, Any], capturable: bool | None) -> dict[str, Any]:
+    """A state dict of this version or of 0.1: there counters were integers, the state of free rows was a dictionary, and
+    groups had no `capturable`.
+    """
 
     def upgraded(state: State) -> State:
         free = {f"free_{key}": value for key, value in state.get("free", {}).items()}
@@ -511,5 +514,5 @@ def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     return state_dict | {
         "state": {i: upgraded(state) for i, state in state_dict["state"].items()},
-        "param_groups": [{"capturable": None} | group for group in state_dict["param_groups"]],
+        "param_groups": [{"capturable": capturable} | group for group in state_dict["param_groups"]],
     }

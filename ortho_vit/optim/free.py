@@ -51,9 +51,10 @@ class SGDRule(FreeRule):
 
     def step(self, parts: list[Part], group: Group, capturable: bool) -> None:
         tensors, grads = [part.tensor for part in parts], [part.grad for part in parts]
-        buffers: list[Any] = [part.state.get(part.prefix + "momentum_buffer") for part in parts]
         lr, momentum = group["lr"], group["momentum"]
-        options = {key: group[key] for key in ("weight_decay", "dampening", "maximize", "foreach")}
+        key = "momentum_buffer"
+        buffers: list[Any] = [part.state.get(part.prefix + key) if momentum else None for part in parts]
+        options = {name: group[name] for name in ("weight_decay", "dampening", "maximize", "foreach")}
         options |= {"nesterov": False, "has_sparse_grad": False}
         if capturable and isinstance(lr, Tensor):
             # torch would read the rate.  With a rate of 0 it only leaves the direction of the step in the buffers.
@@ -63,7 +64,7 @@ class SGDRule(FreeRule):
             sgd(tensors, grads, buffers, lr=lr, momentum=momentum, **options)
         if momentum != 0:
             for part, buffer in zip(parts, buffers, strict=True):
-                part.state[part.prefix + "momentum_buffer"] = buffer
+                part.state[part.prefix + key] = buffer
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,21 @@ class AdamRule(FreeRule):
         def states(key: str) -> list[Tensor]:
             return [part.state[part.prefix + key] for part in parts]
 
-        # Where torch cannot capture, as on a CPU, it reads its counters, which lie on the host, and the learning rate.
+        # Where torch cannot capture, as on a CPU, it reads its counters and the learning rate.
         capturable = capturable and (
             torch.compiler.is_compiling()
             or parts[0].tensor.device.type in torch_adam._get_capturable_supported_devices()
         )
+        counters = states("step")
+        if counters[0].is_meta and not capturable:  # there is nothing to read, and nothing is computed
+            counters = [torch.zeros(()) for _ in counters]
         torch_adam.adam(
             [part.tensor for part in parts],
             [part.grad for part in parts],
             states("exp_avg"),
             states("exp_avg_sq"),
             [],
-            states("step"),
+            counters,
             foreach=group["foreach"] if capturable or not isinstance(group["lr"], Tensor) else False,
             capturable=capturable,
             beta1=group["betas"][0],

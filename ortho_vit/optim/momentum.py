@@ -31,7 +31,7 @@ need, a limit that does not act or a polynomial's higher terms, and never change
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -425,6 +425,21 @@ class StiefelAdamW(StiefelAdam):
     free_rule = ADAMW
 
     def __init__(
-        self, params: Params, lr: float | Tensor = 1e-3, *, weight_decay: float = 1e-2, **options: Any
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        stiefel_lr: float | None = None,
+        metric: Metric = "canonical",
+        expm: Expm = "euler",
+        integrator: Integrator = "isometric",
+        inner_steps: int | None = None,
+        foreach: bool | None = None,
+        capturable: bool | None = None,
+        shard_stiefel: bool | int = False,
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, lr, weight_decay=weight_decay, **options)
+        StiefelOptimizer.__init__(self, params, hyper_parameters(locals()))

@@ -79,8 +79,8 @@ def test_stiefel_adam_is_algorithm_2(shape, a, expm, integrator, lr):
     torch.testing.assert_close(end, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(state["p"][0], oracle.p, rtol=0, atol=1e-9)
     if "U" in state and integrator == "isometric":
-        brought = transport_(state["U"].clone(), end.T[None])[0]
-        torch.testing.assert_close(brought, oracle.U.T, rtol=0, atol=1e-9)
+        transported = transport_(state["U"].clone(), end.T[None])[0]
+        torch.testing.assert_close(transported, oracle.U.T, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -20,12 +20,10 @@ CUTS = {"within": (6, 8), "across": (1, 48)}  # blocks and their rows
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _capturable_everywhere(monkeypatch):
-    """torch's own Adam refuses to be capturable on a CPU, where these tests show that nothing is read."""
-    monkeypatch.setattr(
-        torch_adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda", "meta"]
-    )
+    """torch's own Adam refuses to be capturable on a CPU, where tests show that nothing is read."""
+    monkeypatch.setattr(torch_adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda"])
 
 
 def options_of(name):
@@ -58,6 +56,7 @@ def step_watched(optimizer, parameters, steps=5):
     return seen[2:]
 
 
+@pytest.mark.usefixtures("_capturable_everywhere")
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("constraint", CUTS)
@@ -75,20 +74,18 @@ def test_a_capturable_step_reads_nothing_and_launches_the_same_kernels_each_time
 
 
 @pytest.mark.parametrize("constraint", CUTS)
-@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam"])
+@pytest.mark.parametrize("name", ALL)
 def test_the_step_runs_on_the_meta_device(name, constraint):
     """Where a tensor made elsewhere, or a look at a value, is an error here and not on a user's machine."""
-    parameters = [
-        StiefelParameter(p.detach().to("meta"), blocks=p.blocks, rows=p.rows)
-        for p in make(constraint, free=False)
-    ]
-    optimizer = getattr(optim, name)(parameters, lr=0.1)
+    parameters = make(constraint, device="meta")
+    optimizer = getattr(optim, name)(parameters, lr=0.1, **options_of(name))
     for _ in range(2):
         for p in parameters:
             p.grad = torch.empty_like(p)
         optimizer.step()
 
 
+@pytest.mark.usefixtures("_capturable_everywhere")
 @pytest.mark.parametrize(("name", "most"), [("StiefelSGD", 110), ("StiefelAdam", 145)])
 def test_the_number_of_kernels_does_not_depend_on_the_depth(name, most):
     """Measured: 106 and 144, of which torch's own step of the free rows takes 4 and 19."""
@@ -277,6 +274,34 @@ def test_an_average_is_the_same_under_autocast_and_low_precision(precision):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert orthogonality_error(plain) <= 1e-6
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["StiefelSGD", "StiefelAdam"])
+def test_free_parameters_move_alike_with_a_rate_on_the_device(name, foreach):
+    ends = []
+    for capturable in (False, True):
+        parameters = make("within")
+        lr = torch.tensor(0.05) if capturable else 0.05
+        optimizer = getattr(optim, name)(parameters, lr=lr, foreach=foreach, capturable=capturable)
+        for i in range(6):
+            if i == 3 and name == "StiefelSGD":  # the buffers of earlier steps must not be used any more
+                optimizer.param_groups[0]["momentum"] = 0.0
+            wobble(parameters, i)
+            optimizer.step()
+        ends.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("capturable", [None, False, True])
+def test_a_state_of_version_0_1_keeps_the_choice_made_here(capturable):
+    X = StiefelParameter(random_stiefel(4, 8))
+    optimizer = optim.StiefelSGD([X], lr=0.1, capturable=capturable)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["capturable"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["capturable"] is capturable
 
 
 def test_a_counter_is_loaded_from_either_form():

@@ -77,16 +77,19 @@ def test_a_narrow_weight_that_was_written_back_keeps_its_master():
     assert torch.equal(optimizer.state[layer.weight]["master"], master)
 
 
-@pytest.mark.parametrize("name", ["StiefelSGD", "ProjectedStiefelAdam", "MomentumlessStiefelSGD"])
-def test_the_state_follows_a_model_to_another_precision(name):
-    layer = constrain(nn.Linear(16, 8))
+@pytest.mark.parametrize("rows", [None, 6])  # all rows constrained, or two of them free
+@pytest.mark.parametrize(
+    "name", ["StiefelSGD", "StiefelAdam", "ProjectedStiefelAdam", "MomentumlessStiefelSGD"]
+)
+def test_the_state_follows_a_model_to_another_precision(name, rows):
+    layer = constrain(nn.Linear(16, 8), rows=rows)
     optimizer = getattr(optim, name)(layer.parameters(), lr=0.01)
     train([layer], optimizer, 2)
     layer.double()
     layer.bias.requires_grad_(False)  # torch's own Adam does not follow
     optimizer.param_groups[0]["params"] = [layer.weight]
     train([layer], optimizer, 1)
-    tensors = [x for key, x in optimizer.state[layer.weight].items() if key != "step"]
+    tensors = [x for key, x in optimizer.state[layer.weight].items() if key not in ("step", "free_step")]
     assert all(x.dtype == torch.float64 for x in tensors)
 
 

@@ -1,6 +1,7 @@
 """Each is a real `torch.optim.Optimizer`: what torch and its users rely on."""
 
 import copy
+import inspect
 import io
 import warnings
 
@@ -76,6 +77,13 @@ def test_free_parts_follow_torch_to_the_bit(name, maximize, foreach):
         theirs.step()
         for x, y in zip((mixed.free(), mixed_2.free(), plain), copies, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_option_is_in_the_signature(name):
+    """So that editors, the documentation and the hints of the command line know it."""
+    parameters = inspect.signature(getattr(optim, name)).parameters.values()
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
 
 
 @pytest.mark.parametrize("name", ALL)
