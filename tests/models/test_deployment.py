@@ -21,7 +21,7 @@ def build(options):
     return model.eval()
 
 
-SIZE = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5}
+SIZE = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 every = pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_half_precision_and_autocast_run(options):
         logits = model(IMAGES)
     assert (logits - model(IMAGES)).abs().max() < 0.05
     assert model.to(torch.bfloat16)(IMAGES.bfloat16()).isfinite().all()
-    assert len(list(stiefel_parameters(model))) == 1
+    assert len(list(stiefel_parameters(model))) == 2
