@@ -313,9 +313,8 @@ def _check_core(task: Task) -> None:
 
 # ------------------------------------------------------------------------------------------------------ values
 
-Values = tuple[
-    Tensor, Tensor | None, Tensor | None
-]  # of the blocks, the core and, where it changes, the bias
+# Of the blocks, the core and, where it changes, the bias
+Values = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def _new_values(task: Task, init: Init) -> Values:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ortho_vit import StiefelParameter, optim, orthogonality_error
@@ -125,6 +125,7 @@ def test_the_eigenvalue_problem_at_twenty_times_its_learning_rate():
     lr=st.floats(1e-4, 1e-1),
     seed=st.integers(0, 2**31),
 )
+@example(name="StiefelAdam", r=7, c=9, blocks=1, free=1, lr=0.08203125, seed=11535)  # differs by 2.3e-5
 @settings(max_examples=150, deadline=None)
 def test_random_shapes_and_blocks_under_every_optimizer(name, r, c, blocks, free, lr, seed):
     """The exact ones stay on the manifold; foreach and the plain loop agree; gradients are not touched."""
@@ -141,8 +142,7 @@ def test_random_shapes_and_blocks_under_every_optimizer(name, r, c, blocks, free
         ends.append([p.detach().clone() for p in parameters])
         if name in EXACT:
             assert max(map(orthogonality_error, parameters)) <= ORTHOGONAL[torch.float32]
-    # Adam divides by √q, which amplifies rounding where q is small: 2e-5 was seen.
-    tolerance = 2e-4 if "Adam" in name else 5e-6
+    tolerance = 1e-4 if "Adam" in name else 5e-6  # division by √q amplifies rounding where q is small
     for looped, stacked in zip(*ends, strict=True):
         torch.testing.assert_close(looped, stacked, rtol=0, atol=tolerance)
 
