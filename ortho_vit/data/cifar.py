@@ -39,9 +39,8 @@ class Layout(NamedTuple):
     folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    label: (
-        int | str
-    )  # bytes before each image, of which the last is its label; or the key of the labels in a pickle
+    # The number of bytes before each image, of which the last is its label; or the key of the labels in a pickle
+    label: int | str
     md5: str = ""  # of an archive to download
 
 

@@ -68,10 +68,8 @@ class AttentionImages(Callback):
 
 
 def gram_matrix(parameter: StiefelParameter) -> Tensor:
-    """|W Wᵀ| of the constrained rows, (rows, rows), at most 1."""
-    W = (
-        parameter.detach().view(-1, *parameter.shape[-2:])[0, : parameter.rows].float()
-    )  # the first, if there are several
+    """|W Wᵀ| of the constrained rows, (rows, rows), at most 1; of a batch of matrices, those of the first."""
+    W = parameter.detach().view(-1, *parameter.shape[-2:])[0, : parameter.rows].float()
     W = W.mT if W.shape[0] // parameter.blocks > W.shape[1] else W
     return (W @ W.mT).abs().clamp(max=1).cpu()
 
