@@ -69,9 +69,8 @@ class AttentionImages(Callback):
 
 def gram_matrix(parameter: StiefelParameter) -> Tensor:
     """|W Wᵀ| of the constrained rows, (rows, rows), at most 1."""
-    W = (
-        parameter.detach().view(-1, *parameter.shape[-2:])[0, : parameter.rows].float()
-    )  # the first, if there are several
+    first = parameter.detach().view(-1, *parameter.shape[-2:])[0]  # of several
+    W = first[: parameter.rows].float()
     W = W.mT if W.shape[0] // parameter.blocks > W.shape[1] else W
     return (W @ W.mT).abs().clamp(max=1).cpu()
 
@@ -144,7 +143,6 @@ def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
                 restored.enter_context(
                     drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]))
                 )
-        restored.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # compiled code would not call the hooks
+        # compiled code would not call the hooks
+        restored.enter_context(torch.compiler.set_stance("force_eager"))
         yield record

@@ -16,9 +16,7 @@ from ortho_vit.parameter import StiefelParameter
 
 OptimizerFactory = Callable[[Iterable], Optimizer]  # parsed from `class_path` and `init_args` in YAML
 Kind = type | tuple[type, ...]
-Group = tuple[
-    list[str], dict[str, Any]
-]  # patterns of parameters' names, and options of the optimizer for them
+Group = tuple[list[str], dict[str, Any]]  # patterns of parameter names, and the optimizer's options for them
 
 
 # ------------------------------------------------------------------------------------- `class_path` and `init_args`
