@@ -417,7 +417,7 @@ def _check_trainer(command: str, config: Any) -> None:
         ]  # fmt: skip
     for name in positive:
         if trainer[name] == 0:
-            remedy = ", or set test_after_fit to false" if config.test_after_fit and "test" in name else ""
+            remedy = ", or set test_after_fit to false" if command == "fit" and "test" in name else ""
             raise UsageError(f"trainer.{name} must be positive, got {trainer[name]}{remedy}")
 
 

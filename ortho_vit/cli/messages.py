@@ -67,7 +67,9 @@ def explain(error: Exception, parser: argparse.ArgumentParser) -> str:
     problem = message.rpartition(f'Parser key "{keys[-1]}":')[2] if keys else message
     got = re.search(r"(?:Given|Got) value: (.*?)(?:\. Got value.*)?$", problem, re.MULTILINE)
     value = got[1] if got else ""
-    paths = re.findall(r"class_path'?[ =:]+'([^']+)'", message)
+    # the class that the error is about, before the others that the message lists
+    paths = re.findall(r"(?:given class_path '|Import path )([\w.]+)", message)
+    paths += re.findall(r"class_path'?[ =:]+'([^']+)'", message)
     path = paths[0] if paths else value
     owner = path.rpartition(".")[2]
     key = ".".join(keys) or ("trainer.logger" if owner.endswith("Logger") else "class_path")
@@ -78,10 +80,9 @@ def explain(error: Exception, parser: argparse.ArgumentParser) -> str:
             words = {"key": key, "value": value, "path": path, "owner": owner, "hint": hint}
             return sentence.format(*match.groups(), **words, example=CLASSES.get(key))
     expected = re.split(r"(?:Given|Got) value", problem)[0]
-    types = re.findall(r"Expected a <class '([^']+)'>", expected)
-    types += [
-        words.replace(", ", " or ") for words in re.findall(r"Expected a typing.Literal\[(.+)\]", expected)
-    ]
+    types = re.findall(r"Expected (?:a )?<class '([^']+)'>", expected)
+    literals = re.findall(r"Expected (?:a )?typing.Literal\[(.+)\]", expected)
+    types += [words.replace(", ", " or ") for words in literals]
     if types:
         return f"{key}: expected {' or '.join(types).replace('NoneType', 'null')}, got {value}"
     line = " ".join(problem.split())

@@ -87,9 +87,8 @@ class LastBlock(Block):
         q = q.unflatten(-1, heads).transpose(1, 2)  # B, h, 1, d_k
         k, v = kv.unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4)  # B, h, N, d_k each
         q, k = attn.q_norm(q), attn.k_norm(k)
-        y = (
-            attn.attn_drop((q * attn.scale @ k.mT).softmax(-1)) @ v
-        )  # one query: a fused kernel has nothing to save
+        # with one query, a fused kernel has nothing to save
+        y = attn.attn_drop((q * attn.scale @ k.mT).softmax(-1)) @ v
         y = attn.norm(y.transpose(1, 2).flatten(2))
         if attn.gate is not None:
             y = y * attn.gate(x[:, :1]).sigmoid()

@@ -107,6 +107,7 @@ COMMANDS = {
     "weights by the back door": (kwargs("{checkpoint_path: x.pt}"), "must be the architecture's own, got checkpoint_path"),
     "unknown projections": (kwargs("{projections: qq}"), "projections must be one of .* got 'qq'"),
     "a constraint typo": (options("--model.constraint inside"), "expected int or null or 'within' or 'across', got inside"),
+    "the constraint a": (options("--model.constraint a"), "expected int or null or 'within' or 'across', got a"),
     "an optimizer without constraint": (options("--model.optimizer torch.optim.AdamW"), "AdamW would ignore the constr"),
     "a misspelt class": (options("--model.optimizer StiefelSGG"), "'StiefelSGG' is not a known class"),
     "a misspelt class with its path": (options("--model.optimizer ortho_vit.optim.StiefelSGG"), "mean 'StiefelSGD'"),
@@ -136,6 +137,15 @@ COMMANDS = {
     "a list for a class": (options("--model.optimizer.class_path [1]"), "class_path must be the path of a class, a word"),
     "a list for the class of a callback": (
         options("--trainer.callbacks '[{class_path: [1]}]'"), "such as lightning.pytorch.callbacks.EarlyStopping"
+    ),
+    "an option of the second logger": (
+        options("--trainer.logger '[{class_path: CSVLogger, init_args: {save_dir: x}}, "
+                "{class_path: TensorBoardLogger, init_args: {save_dir: x, vrsion: 3}}]'"),
+        "trainer.logger: TensorBoardLogger has no option 'vrsion'; did you mean 'version'",
+    ),
+    "a second callback that is a layer": (
+        options("--trainer.callbacks '[{class_path: ModelSummary}, {class_path: torch.nn.Linear}]'"),
+        "trainer.callbacks: 'torch.nn.Linear' cannot be used here: not a subclass of Callback",
     ),
     "a list among the names of a group": (
         options("--model.param_groups '[{match: [[1]]}]'"), "needs `match`, a name of parameters with wildcards"

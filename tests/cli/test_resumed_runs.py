@@ -245,8 +245,9 @@ def test_without_torchrun_devices_are_the_users(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("fit --test_after_fit true --trainer.limit_test_batches 0", "limit_test_batches must be positive, got 0"),
-        ("test --ckpt_path last --trainer.limit_test_batches 0", "limit_test_batches must be positive, got 0"),
+        ("fit --test_after_fit true --trainer.limit_test_batches 0", "must be positive, got 0, or set test_after_fit to"),
+        ("test --ckpt_path last --test_after_fit true --trainer.limit_test_batches 0",
+         "limit_test_batches must be positive, got 0\n"),
         ("validate --ckpt_path last --trainer.limit_val_batches 0.0", "limit_val_batches must be positive, got 0"),
         ("predict --ckpt_path last --trainer.limit_predict_batches 0", "limit_predict_batches must be positive"),
     ],
