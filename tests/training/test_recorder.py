@@ -1,14 +1,13 @@
 """What a run leaves for programs to read, however it ends."""
 
 import json
-import math
 
 import lightning as L
 import pytest
 import torch
 
 from ortho_vit.errors import DivergedError
-from ortho_vit.training.recorder import Recorder, write_json
+from ortho_vit.training.recorder import Recorder
 from tests.helpers.small_run import digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
@@ -103,12 +102,6 @@ def test_a_run_that_diverges_has_a_result_with_step_and_reason(tmp_path, error):
 def test_a_trial_leaves_nothing(tmp_path):
     make_trainer(tmp_path, Recorder(), fast_dev_run=True).fit(make_classifier(), digits(val_size=0))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_json_has_no_nan(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "file.json", {"loss": math.nan})
-    assert not (tmp_path / "file.json").exists()
 
 
 def test_the_test_set_is_evaluated_as_often_as_asked_for(tmp_path):
