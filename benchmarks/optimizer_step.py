@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ortho_vit import StiefelParameter, orthogonality_error
 from ortho_vit.optim import StiefelAdam, StiefelSGD
 from ortho_vit.stiefel import random_stiefel
-from tests.helpers.dispatch import NoHostReads
+from tests.helpers.dispatch import NoHostReads, capturable_on_cpu
 
 LAYERS, D = 7, 384
 BLOCKS = {"within": 24, "across": 2}
@@ -367,4 +367,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with capturable_on_cpu():
+        main()

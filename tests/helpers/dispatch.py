@@ -1,8 +1,10 @@
 """Modes that watch what a piece of code asks of the device."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
+from torch.optim import adam as torch_adam
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -17,12 +19,26 @@ VIEWS = {
 }  # fmt: skip
 
 
+def capturable_on_cpu():
+    """A context in which torch's Adam can be captured on a CPU, which then shows what an accelerator does."""
+    return mock.patch.object(torch_adam, "_get_capturable_supported_devices", return_value=["cpu", "cuda"])
+
+
 class NoHostReads(TorchDispatchMode):
     """Raises where the host would read the device, or copy between devices; records the kernels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: list[str] = []
+        self._as_on_an_accelerator = capturable_on_cpu()
+
+    def __enter__(self):
+        self._as_on_an_accelerator.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._as_on_an_accelerator.stop()
+        return super().__exit__(*exception)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
