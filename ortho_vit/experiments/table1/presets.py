@@ -58,11 +58,12 @@ STABILITY = (
     "--trainer.check_val_every_n_epoch", "10",
     "--model.warmup_epochs", "1",
 )  # fmt: skip
-# 10,000 training images with crop and flip; the others are not used.
+# 10,000 training images with crop and flip; the others are not used.  bfloat16 activations halve the time of a run.
 AUGMENTED = (
     *SHARED,
     "--trainer.callbacks.every_n_epochs", "10",
     "--trainer.accelerator", "cpu",
+    "--trainer.precision", "bf16-mixed",
     "--trainer.max_epochs", "60",
     "--trainer.limit_val_batches", "0",
     "--model.name", "ortho_vit_compact",
