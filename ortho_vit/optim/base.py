@@ -1,8 +1,8 @@
 """What the optimizers share: one `torch.optim.Optimizer` for constrained and free parameters alike.
 
-A family (one file each) composes two things: a rule for free parameters (`ortho_vit.optim.free`: torch's own step) and a
-function that moves a batch of constrained blocks.  This file sorts parameters into those two, lays blocks out as batches
-X (B, m, n) with m ≤ n, and checks everything that can be checked before anything is written.
+An optimizer is its constructor and two rules: how free parameters move (`ortho_vit.optim.free`: torch's own step), and how
+a batch of constrained blocks does (one file per family).  This file sorts parameters into those two, lays blocks out as
+batches X (B, m, n) with m ≤ n, and checks everything that can be checked before anything is written.
 
 State of a constrained parameter: the family's tensors, one entry per block; the counter `step`; under names that begin
 with `free_` what torch's optimizer would keep for its free rows.  A parameter narrower than float32 is stepped through a
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ortho_vit.errors import DivergedError
 from ortho_vit.optim.batching import Batch, as_rows, block_keys
-from ortho_vit.optim.free import FreeRule, Group, Part, Rules, State, new_count
+from ortho_vit.optim.free import Checks, FreeRule, Group, Part, State, new_count
 from ortho_vit.optim.sharding import Sharding
 from ortho_vit.parameter import StiefelParameter, cut_blocks, cut_free
 from ortho_vit.stiefel import full_precision, orthogonality_error, polar, working_dtype
@@ -34,54 +34,25 @@ Layout = tuple[int, int, int]  # blocks and constrained rows of a parameter, and
 LARGEST_SQUARE = 1e16  # a float32 gradient below this can be squared, with room for momentum and sums
 
 
-def hyper_parameters(arguments: dict[str, Any]) -> Group:
-    """The hyper-parameters among a constructor's `locals()`."""
-    return {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
-
-
 def is_count(k: Any) -> bool:
     return isinstance(k, int) and not isinstance(k, bool) and k >= 1
 
 
-class StiefelOptimizer(Optimizer):
-    """The base of every optimizer here.  A family sets `free_rule` and defines `new_state` and `move`."""
+class BlockRule:
+    """How constrained blocks move."""
 
-    keeps_stiefel = True  # it knows constrained parameters: see `ortho_vit.parameter`
-    free_rule: ClassVar[FreeRule]
-    rules: ClassVar[Rules] = {}  # of the family's own hyper-parameters
+    checks: ClassVar[Checks] = {}  # of hyper-parameters of its own
     exact: ClassVar[bool] = True  # it stays on the manifold
     starts_on_manifold: ClassVar[bool] = True
     squares_gradients: ClassVar[bool] = True  # so that a gradient must not be too large
-
-    def __init__(self, params: Params, defaults: Group) -> None:
-        self._forget()
-        super().__init__(params, defaults)
-
-    def _forget(self) -> None:
-        """Start without anything derived from parameters and their state."""
-        self._sharding = Sharding()
-        self._cuts: dict[Tensor, tuple[Any, Tensor, Tensor | None]] = {}  # layout, blocks and free rows
-        self.known_norms: dict[Tensor, float] = {}  # see `_gradient_norms`
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"stale": self._sharding.stale}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._forget()
-        self._sharding.stale = state.pop("stale", False)
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("capturable", None)  # which version 0.1 did not have
-
-    # ------------------------------------------------------------------------------------------ what a family defines
 
     def reads_device(self, group: Group) -> str | None:
         """The option that makes a step read the device from the host, if there is one."""
         return None
 
-    def new_state(self, X: Tensor, group: Group) -> State:
+    def new_state(self, X: Tensor) -> State:
         """The state of blocks X (B, m, n) before the first step: tensors with one entry per block."""
-        raise NotImplementedError
+        return {}
 
     def move(
         self,
@@ -100,6 +71,37 @@ class StiefelOptimizer(Optimizer):
         """
         raise NotImplementedError
 
+
+class StiefelOptimizer(Optimizer):
+    """The base of every optimizer here, which sets the two rules and whose constructor's arguments are its options."""
+
+    keeps_stiefel = True  # it knows constrained parameters: see `ortho_vit.parameter`
+    free_rule: ClassVar[FreeRule]
+    block_rule: ClassVar[BlockRule]
+
+    def __init__(self, params: Params, arguments: dict[str, Any]) -> None:
+        """`arguments` are the `locals()` of the optimizer's constructor."""
+        self._forget()
+        super().__init__(
+            params, {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
+        )
+
+    def _forget(self) -> None:
+        """Start without anything derived from parameters and their state."""
+        self._sharding = Sharding()
+        self._cuts: dict[Tensor, tuple[Any, Tensor, Tensor | None]] = {}  # layout, blocks and free rows
+        self.known_norms: dict[Tensor, float] = {}  # see `_gradient_norms`
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"stale": self._sharding.stale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        self._sharding.stale = state.pop("stale", False)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("capturable", None)  # which version 0.1 did not have
+
     # ---------------------------------------------------------------------------------------------- parameters come in
 
     def add_param_group(self, param_group: Group) -> None:
@@ -109,7 +111,7 @@ class StiefelOptimizer(Optimizer):
         try:
             self._check_parameters(group)
             group.setdefault("reference_lr", float(group["lr"]))
-            if self.starts_on_manifold:
+            if self.block_rule.starts_on_manifold:
                 self._put_on_manifold(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -117,14 +119,14 @@ class StiefelOptimizer(Optimizer):
 
     def _check(self, group: Group) -> None:
         """Raise ValueError for a hyper-parameter out of range."""
-        for name, (holds, rule) in {**RULES, **self.free_rule.rules, **self.rules}.items():
+        for name, (holds, words) in {**CHECKS, **self.free_rule.checks, **self.block_rule.checks}.items():
             try:
                 good = name not in group or bool(holds(group[name], group))
             except (TypeError, RuntimeError):  # of another type, or a tensor of several numbers
                 good = False
             if not good:
-                raise ValueError(f"{type(self).__name__}: {name} {rule}, got {group[name]!r}")
-        if group["capturable"] and (reason := self.reads_device(group)):
+                raise ValueError(f"{type(self).__name__}: {name} {words}, got {group[name]!r}")
+        if group["capturable"] and (reason := self.block_rule.reads_device(group)):
             raise ValueError(f"{type(self).__name__}: capturable is not possible with {reason}")
 
     def _check_parameters(self, group: Group) -> None:
@@ -155,7 +157,7 @@ class StiefelOptimizer(Optimizer):
 
     def _tolerance(self, dtype: torch.dtype, group: Group) -> float:
         """The error that a first step removes, or that narrow numbers cannot avoid; for a method that drifts, its drift."""
-        if not self.exact or group.get("inner_steps") is not None:
+        if not self.block_rule.exact or group.get("inner_steps") is not None:
             return 0.2  # a run that is resumed must find its weights as it left them
         return max(math.sqrt(torch.finfo(working_dtype(dtype)).eps), 2 * torch.finfo(dtype).eps)
 
@@ -227,7 +229,7 @@ class StiefelOptimizer(Optimizer):
         if not isinstance(p, StiefelParameter):
             return not any(key.startswith("free_") for key in state) and not ("Z" in state or "M" in state)
         X = as_rows(p.matrices())
-        expected = {key: (len(X), *x.shape[1:]) for key, x in self.new_state(X[:0], group).items()}
+        expected = {key: (len(X), *x.shape[1:]) for key, x in self.block_rule.new_state(X[:0]).items()}
         own = {key: state[key].shape for key in block_keys(state)}
         return (
             "step" in state
@@ -265,7 +267,7 @@ class StiefelOptimizer(Optimizer):
         if torch.compiler.is_compiling():
             return True
         if group["capturable"] is None:
-            return device.type != "cpu" and self.reads_device(group) is None
+            return device.type != "cpu" and self.block_rule.reads_device(group) is None
         return bool(group["capturable"])
 
     def _gradient_norms(self) -> dict[Tensor, float]:
@@ -295,7 +297,7 @@ class StiefelOptimizer(Optimizer):
 
     def _check_gradient(self, p: Tensor, g: Tensor, norm: float) -> None:
         problem = None if g.isfinite().all() else "not finite"
-        if self.squares_gradients and isinstance(p, StiefelParameter) and not problem:
+        if self.block_rule.squares_gradients and isinstance(p, StiefelParameter) and not problem:
             largest = torch.finfo(working_dtype(g.dtype)).max ** 0.5 / 1000
             problem = None if norm < largest else f"too large to be squared (its norm is {norm:.1g})"
         if problem:
@@ -351,8 +353,8 @@ class StiefelOptimizer(Optimizer):
         if "step" not in state or not self._fits(p, state, group):
             for key in state.keys() - {"master"}:
                 del state[key]
-            state |= self.new_state(as_rows(blocks), group) | {"step": new_count(p, capturable)}
-            if self.starts_on_manifold and not capturable:
+            state |= self.block_rule.new_state(as_rows(blocks)) | {"step": new_count(p, capturable)}
+            if self.block_rule.starts_on_manifold and not capturable:
                 self._begin_on_manifold(p, blocks)
                 p.copy_(tensor)
         state["step"] = state["step"].to(p.device if capturable else "cpu")  # it may have been loaded
@@ -368,7 +370,7 @@ class StiefelOptimizer(Optimizer):
         A small error is left to the step itself; a method that does not measure X Xᵀ begins as exactly as it can.
         """
         eps = torch.finfo(X.dtype).eps
-        if not orthogonality_error(X) <= (math.sqrt(eps) if self.exact else 4 * eps):
+        if not orthogonality_error(X) <= (math.sqrt(eps) if self.block_rule.exact else 4 * eps):
             X.copy_(self._nearest(p, X))
 
     def _step_group(
@@ -433,7 +435,7 @@ class StiefelOptimizer(Optimizer):
                 return
             before = X.clone() if lr == 0 else None
             try:
-                self.move(X, G, state, lr, group, norm, scratch)
+                self.block_rule.move(X, G, state, lr, group, norm, scratch)
             except (ValueError, torch.linalg.LinAlgError):  # nothing finite, or of full rank, is left
                 if not shared:
                     raise self._overflow(batch.parameters[0]) from None
@@ -453,7 +455,7 @@ class StiefelOptimizer(Optimizer):
         finite = largest <= torch.finfo(G.dtype).max
         states = [state[key] for key in block_keys(state)]
         before = torch._foreach_clone([X, *states])
-        self.move(X, G, state, lr, group, None, None)
+        self.block_rule.move(X, G, state, lr, group, None, None)
         for x, old in zip((X, *states), before, strict=True):
             keep = finite & (lr != 0) if x is X else finite
             torch.where(keep, x, old, out=x)
@@ -464,7 +466,7 @@ class StiefelOptimizer(Optimizer):
         )
 
 
-RULES: Rules = {
+CHECKS: Checks = {
     "lr": (lambda lr, _: 0 <= lr < math.inf, "must be finite and >= 0"),
     "stiefel_lr": (lambda lr, _: lr is None or 0 <= lr < math.inf, "must be finite and >= 0"),
     "weight_decay": (lambda x, _: 0 <= x < math.inf, "must be finite and >= 0"),

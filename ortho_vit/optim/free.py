@@ -15,8 +15,8 @@ from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
 State = dict[str, Any]
-# For each hyper-parameter: what must hold of its value in a parameter group, and the rule in words
-Rules = dict[str, tuple[Callable[[Any, Group], bool], str]]
+# For each hyper-parameter: what must hold of its value in a parameter group, and that in words
+Checks = dict[str, tuple[Callable[[Any, Group], bool], str]]
 
 
 class Part(NamedTuple):
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 class FreeRule:
     """How free tensors move."""
 
-    rules: ClassVar[Rules] = {}
+    checks: ClassVar[Checks] = {}
 
     def init(self, part: Part, group: Group, capturable: bool) -> None:
         """Create what the state must have before `step`."""
@@ -44,7 +44,7 @@ class FreeRule:
 class SGDRule(FreeRule):
     """`torch.optim.SGD`."""
 
-    rules: ClassVar[Rules] = {
+    checks: ClassVar[Checks] = {
         "momentum": (lambda x, _: 0 <= x < 1, "must be in [0, 1)"),
         "dampening": (lambda x, _: 0 <= x < 1, "must be in [0, 1)"),
     }
@@ -73,7 +73,7 @@ class AdamRule(FreeRule):
 
     decoupled: bool
 
-    rules: ClassVar[Rules] = {
+    checks: ClassVar[Checks] = {
         "betas": (
             lambda betas, _: len(betas) == 2 and all(0 <= x < 1 for x in betas),
             "must be two numbers in [0, 1)",

@@ -37,8 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ortho_vit.optim.base import Group, Params, StiefelOptimizer, hyper_parameters, is_count
-from ortho_vit.optim.free import ADAM, ADAMW, SGD, Rules, State
+from ortho_vit.optim.base import BlockRule, Group, Params, StiefelOptimizer, is_count
+from ortho_vit.optim.free import ADAM, ADAMW, SGD, Checks, State
 from ortho_vit.optim.reference import REACH, STEEP, printed_adam_step, printed_sgd_step
 from ortho_vit.stiefel import (
     add_symmetric_,
@@ -257,10 +257,10 @@ def bias_corrections(betas: tuple[float, float], step: Tensor, dtype: torch.dtyp
     return c
 
 
-# ------------------------------------------------------------------------------------------------------ the optimizers
+# ----------------------------------------------------------------------------------------------------------- the rules
 
 
-RULES: Rules = {
+CHECKS: Checks = {
     "metric": (
         lambda a, _: (
             a in METRICS or (isinstance(a, int | float) and not isinstance(a, bool) and -math.inf < a < 1)
@@ -274,13 +274,6 @@ RULES: Rules = {
         "must be None or, with integrator='paper', at least 1",
     ),
 }
-
-
-def flow_reads_device(self: StiefelOptimizer, group: Group) -> str | None:
-    if group["integrator"] == "paper":
-        return "integrator='paper', whose retraction may need a singular value decomposition"
-    exact = group["expm"] == "exact"
-    return "expm='exact', as torch's matrix exponential reads the device" if exact else None
 
 
 def metric_of(group: Group) -> float:
@@ -303,6 +296,53 @@ def run_printed(
     old = [state[k] if k in "Zp" else state.get(k, torch.zeros_like(X)).mT for k in keys]
     for x, new in zip((X.mT, *old), step(X.mT, G.mT, *old, **options), strict=True):
         x.copy_(new)
+
+
+class MomentumRule(BlockRule):
+    """What Algorithms 1 and 2 share."""
+
+    checks = CHECKS
+    squares_gradients = False
+
+    def reads_device(self, group: Group) -> str | None:
+        if group["integrator"] == "paper":
+            return "integrator='paper', whose retraction may need a singular value decomposition"
+        exact = group["expm"] == "exact"
+        return "expm='exact', as torch's matrix exponential reads the device" if exact else None
+
+
+class MomentumSGD(MomentumRule):
+    """Algorithm 1, isometric or as printed."""
+
+    def new_state(self, X: Tensor) -> State:
+        return new_momentum(X, within=("Z",), outside=("U",))
+
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        options = {key: group[key] for key in ("momentum", "dampening", "expm")} | {"a": metric_of(group)}
+        if group["integrator"] == "isometric":
+            sgd_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
+        else:
+            options |= {"lr": lr, "inner_steps": group["inner_steps"]}
+            run_printed(printed_sgd_step, X, G, state, "ZU", options)
+
+
+class MomentumAdam(MomentumRule):
+    """Algorithm 2, isometric or as printed."""
+
+    def new_state(self, X: Tensor) -> State:
+        return new_momentum(X, within=("Z", "p"), outside=("U", "q"))
+
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        options = {key: group[key] for key in ("betas", "eps", "expm")} | {"a": metric_of(group)}
+        if group["integrator"] == "isometric":
+            adam_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
+        else:
+            options |= {"lr": lr, "inner_steps": group["inner_steps"]}
+            options["corrections"] = bias_corrections(group["betas"], state["step"], X.dtype)
+            run_printed(printed_adam_step, X, G, state, "ZUpq", options)
+
+
+# ------------------------------------------------------------------------------------------------------ the optimizers
 
 
 class StiefelSGD(StiefelOptimizer):
@@ -332,9 +372,7 @@ class StiefelSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
-    rules = RULES
-    squares_gradients = False
-    reads_device = flow_reads_device
+    block_rule = MomentumSGD()
 
     def __init__(
         self,
@@ -354,18 +392,7 @@ class StiefelSGD(StiefelOptimizer):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        return new_momentum(X, within=("Z",), outside=("U",))
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        options = {key: group[key] for key in ("momentum", "dampening", "expm")} | {"a": metric_of(group)}
-        if group["integrator"] == "isometric":
-            sgd_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
-        else:
-            options |= {"lr": lr, "inner_steps": group["inner_steps"]}
-            run_printed(printed_sgd_step, X, G, state, "ZU", options)
+        super().__init__(params, locals())
 
 
 class StiefelAdam(StiefelOptimizer):
@@ -377,9 +404,7 @@ class StiefelAdam(StiefelOptimizer):
     """
 
     free_rule = ADAM
-    rules = RULES
-    squares_gradients = False
-    reads_device = flow_reads_device
+    block_rule = MomentumAdam()
 
     def __init__(
         self,
@@ -399,22 +424,10 @@ class StiefelAdam(StiefelOptimizer):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        return new_momentum(X, within=("Z", "p"), outside=("U", "q"))
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        options = {key: group[key] for key in ("betas", "eps", "expm")} | {"a": metric_of(group)}
-        if group["integrator"] == "isometric":
-            adam_step(X, G, state, lr, **options, norm=norm, scratch=scratch)
-        else:
-            options |= {"lr": lr, "inner_steps": group["inner_steps"]}
-            options["corrections"] = bias_corrections(group["betas"], state["step"], X.dtype)
-            run_printed(printed_adam_step, X, G, state, "ZUpq", options)
+        super().__init__(params, locals())
 
 
-class StiefelAdamW(StiefelAdam):
+class StiefelAdamW(StiefelOptimizer):
     """Stiefel Adam for constrained parameters, `torch.optim.AdamW` for the rest, with one learning rate.
 
     The default weight decay is that of `torch.optim.AdamW`, 0.01; it touches free parameters only.
@@ -423,6 +436,7 @@ class StiefelAdamW(StiefelAdam):
     """
 
     free_rule = ADAMW
+    block_rule = MomentumAdam()
 
     def __init__(
         self,
@@ -442,4 +456,4 @@ class StiefelAdamW(StiefelAdam):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        StiefelOptimizer.__init__(self, params, hyper_parameters(locals()))
+        super().__init__(params, locals())

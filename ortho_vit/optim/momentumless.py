@@ -7,7 +7,7 @@ exactly.  W has rank 2m: where that is less than n the inverse is taken of a 2m 
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters
+from ortho_vit.optim.base import BlockRule, Params, StiefelOptimizer
 from ortho_vit.optim.free import SGD
 from ortho_vit.optim.momentum import deviation, retract
 from ortho_vit.stiefel import identity
@@ -39,6 +39,11 @@ def cayley_step(X: Tensor, G: Tensor, lr: float | Tensor, host: bool) -> None:
     retract(X, X_new, *deviation(X_new), host)
 
 
+class CayleyRule(BlockRule):
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        cayley_step(X, G, lr, host=norm is not None)
+
+
 class MomentumlessStiefelSGD(StiefelOptimizer):
     """Gradient descent along Cayley curves for constrained parameters, `torch.optim.SGD` with momentum for the rest.
 
@@ -46,6 +51,7 @@ class MomentumlessStiefelSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
+    block_rule = CayleyRule()
 
     def __init__(
         self,
@@ -61,10 +67,4 @@ class MomentumlessStiefelSGD(StiefelOptimizer):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        return {}
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        cayley_step(X, G, lr, host=norm is not None)
+        super().__init__(params, locals())

@@ -8,11 +8,13 @@ W is never formed.  In the paper's columns W = AXᵀ − XAᵀ with the thin A =
 Y = XC + AD: the iteration runs on the m × m coefficients C and D, so a step costs 8 products of m²n whatever their number.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters, is_count
-from ortho_vit.optim.free import ADAM, SGD, Rules
+from ortho_vit.optim.base import BlockRule, Group, Params, State, StiefelOptimizer, is_count
+from ortho_vit.optim.free import ADAM, SGD, Checks
 from ortho_vit.optim.momentum import bias_corrections
 from ortho_vit.stiefel import identity, qr
 
@@ -41,23 +43,52 @@ def projected_step(X: Tensor, M: Tensor, lr: float, scale: Tensor | None, cayley
     return momentum
 
 
-RULES: Rules = {
-    "cayley_steps": (lambda k, _: is_count(k), "must be at least 1"),
-    "qr_every": (lambda k, _: k is None or is_count(k), "must be None or at least 1"),
-}
+class ProjectedRule(BlockRule):
+    """What Projected SGD and Adam share: a drift between two QR retractions, which is the method."""
+
+    checks: ClassVar[Checks] = {
+        "cayley_steps": (lambda k, _: is_count(k), "must be at least 1"),
+        "qr_every": (lambda k, _: k is None or is_count(k), "must be None or at least 1"),
+    }
+    exact = False
+
+    def reads_device(self, group: Group) -> str | None:
+        return None if group["qr_every"] is None else "a QR retraction every so many steps; set qr_every=None"
+
+    def retract(self, X: Tensor, state: State, group: Group) -> None:
+        """The QR retraction of the blocks whose step it is."""
+        if group["qr_every"] is None:
+            return
+        due = (state["step"] % group["qr_every"] == 0).to(X.device)
+        if due.any():
+            X.copy_(torch.where(due, qr(X.mT).mT, X))
 
 
-def retraction_reads_device(self: StiefelOptimizer, group: Group) -> str | None:
-    return None if group["qr_every"] is None else "a QR retraction every so many steps; set qr_every=None"
+class ProjectedSGD(ProjectedRule):
+    def new_state(self, X: Tensor) -> State:
+        return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
+
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        M = state["M"].mul_(group["momentum"]).sub_(G, alpha=1 - group["dampening"])
+        M.copy_(projected_step(X, M, lr, None, group["cayley_steps"]))
+        self.retract(X, state, group)
 
 
-def retract(X: Tensor, state: State, group: Group) -> None:
-    """The QR retraction of the blocks whose step it is."""
-    if group["qr_every"] is None:
-        return
-    due = (state["step"] % group["qr_every"] == 0).to(X.device)
-    if due.any():
-        X.copy_(torch.where(due, qr(X.mT).mT, X))
+class ProjectedAdam(ProjectedRule):
+    """The second moment is one number per block, ‖G‖² averaged."""
+
+    def new_state(self, X: Tensor) -> State:
+        zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
+        return {"m": zeros, "v": X.new_zeros(len(X), 1, 1)}
+
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        beta1, beta2 = group["betas"]
+        c1, c2 = bias_corrections((beta1, beta2), state["step"], X.dtype)
+        m = state["m"].mul_(beta1).add_(G, alpha=1 - beta1)
+        v = state["v"].mul_(beta2).add_(torch.linalg.matrix_norm(G, keepdim=True) ** 2, alpha=1 - beta2)
+        scale = (v / c2 + group["eps"]).sqrt()
+        m.copy_(projected_step(X, m / -c1, lr, scale, group["cayley_steps"]).mul_(-c1))
+        self.retract(X, state, group)
 
 
 class ProjectedStiefelSGD(StiefelOptimizer):
@@ -72,9 +103,7 @@ class ProjectedStiefelSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
-    rules = RULES
-    exact = False  # between two retractions X drifts; that is the method
-    reads_device = retraction_reads_device
+    block_rule = ProjectedSGD()
 
     def __init__(
         self,
@@ -92,21 +121,11 @@ class ProjectedStiefelSGD(StiefelOptimizer):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        M = state["M"].mul_(group["momentum"]).sub_(G, alpha=1 - group["dampening"])
-        M.copy_(projected_step(X, M, lr, None, group["cayley_steps"]))
-        retract(X, state, group)
+        super().__init__(params, locals())
 
 
 class ProjectedStiefelAdam(StiefelOptimizer):
     """Projected Stiefel Adam for constrained parameters, `torch.optim.Adam` for the rest.
-
-    The second moment is one number per block, ‖G‖² averaged.
 
     Args:
         betas, eps: as in `torch.optim.Adam`; for the blocks ε stands under the root.
@@ -114,9 +133,7 @@ class ProjectedStiefelAdam(StiefelOptimizer):
     """
 
     free_rule = ADAM
-    rules = RULES
-    exact = False  # between two retractions X drifts; that is the method
-    reads_device = retraction_reads_device
+    block_rule = ProjectedAdam()
 
     def __init__(
         self,
@@ -134,17 +151,4 @@ class ProjectedStiefelAdam(StiefelOptimizer):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
-        return {"m": zeros, "v": X.new_zeros(len(X), 1, 1)}
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        beta1, beta2 = group["betas"]
-        c1, c2 = bias_corrections((beta1, beta2), state["step"], X.dtype)
-        m = state["m"].mul_(beta1).add_(G, alpha=1 - beta1)
-        v = state["v"].mul_(beta2).add_(torch.linalg.matrix_norm(G, keepdim=True) ** 2, alpha=1 - beta2)
-        scale = (v / c2 + group["eps"]).sqrt()
-        m.copy_(projected_step(X, m / -c1, lr, scale, group["cayley_steps"]).mul_(-c1))
-        retract(X, state, group)
+        super().__init__(params, locals())

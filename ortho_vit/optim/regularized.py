@@ -5,24 +5,37 @@ torch's own SGD or Adam.  Nothing stays on the manifold.
 """
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import Group, Params, State, StiefelOptimizer, hyper_parameters
-from ortho_vit.optim.free import ADAM, SGD, Part, Rules
-
-RULES: Rules = {"penalty": (lambda x, _: 0 <= x < math.inf, "must be finite and >= 0")}
+from ortho_vit.optim.base import BlockRule, Params, State, StiefelOptimizer
+from ortho_vit.optim.free import ADAM, SGD, AdamRule, Checks, FreeRule, Part
 
 
-def penalize(X: Tensor, penalty: float) -> None:
-    """X ← X − λ (XXᵀ − I) X, in place."""
-    X.copy_(torch.baddbmm(X, X @ X.mT, X, beta=1 + penalty, alpha=-penalty))
+class Penalized(BlockRule):
+    """Torch's rule for free parameters on the blocks as well, after the penalty."""
 
+    checks: ClassVar[Checks] = {"penalty": (lambda x, _: 0 <= x < math.inf, "must be finite and >= 0")}
+    exact = False
+    starts_on_manifold = False
 
-def without_decay(group: Group, lr: float | Tensor) -> Group:
-    """The options of torch's step on the blocks, which do not decay; `maximize` is done already."""
-    return {**group, "lr": lr, "weight_decay": 0, "maximize": False}
+    def __init__(self, rule: FreeRule) -> None:
+        self.rule = rule
+
+    def new_state(self, X: Tensor) -> State:
+        keys = ("exp_avg", "exp_avg_sq") if isinstance(self.rule, AdamRule) else ()
+        return {key: torch.zeros_like(X, memory_format=torch.contiguous_format) for key in keys}
+
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        penalty = group["penalty"]
+        X.copy_(torch.baddbmm(X, X @ X.mT, X, beta=1 + penalty, alpha=-penalty))
+        # torch counts the step itself; blocks of one batch are stepped together.  `maximize` is done already.
+        own = state | {"step": state["step"].flatten()[0] - 1}
+        options = group | {"lr": lr, "weight_decay": 0, "maximize": False}
+        self.rule.step([Part(X, G, own)], options, norm is None)
+        state |= {key: own[key] for key in own.keys() - {"step"}}
 
 
 class RegularizedSGD(StiefelOptimizer):
@@ -34,9 +47,7 @@ class RegularizedSGD(StiefelOptimizer):
     """
 
     free_rule = SGD
-    rules = RULES
-    exact = False
-    starts_on_manifold = False
+    block_rule = Penalized(SGD)
 
     def __init__(
         self,
@@ -52,14 +63,7 @@ class RegularizedSGD(StiefelOptimizer):
         capturable: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        return {}
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        penalize(X, group["penalty"])
-        self.free_rule.step([Part(X, G, state)], without_decay(group, lr), norm is None)
+        super().__init__(params, locals())
 
 
 class RegularizedAdam(StiefelOptimizer):
@@ -71,9 +75,7 @@ class RegularizedAdam(StiefelOptimizer):
     """
 
     free_rule = ADAM
-    rules = RULES
-    exact = False
-    starts_on_manifold = False
+    block_rule = Penalized(ADAM)
 
     def __init__(
         self,
@@ -89,15 +91,4 @@ class RegularizedAdam(StiefelOptimizer):
         capturable: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        zeros = torch.zeros_like(X, memory_format=torch.contiguous_format)
-        return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        penalize(X, group["penalty"])
-        # torch adds one itself; blocks of one batch are stepped together
-        count = state["step"].flatten()[0] - 1
-        moments = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "step": count}
-        self.free_rule.step([Part(X, G, moments)], without_decay(group, lr), norm is None)
+        super().__init__(params, locals())

@@ -17,8 +17,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ortho_vit.optim.base import Group, Params, StiefelOptimizer, hyper_parameters, is_count
-from ortho_vit.optim.free import ADAMW, AdamRule, FreeRule, Part, Rules, State
+from ortho_vit.optim.base import BlockRule, Group, Params, StiefelOptimizer, is_count
+from ortho_vit.optim.free import ADAMW, AdamRule, Checks, FreeRule, Part, State
 from ortho_vit.optim.momentum import deviation, retract
 from ortho_vit.stiefel import frobenius, sym
 
@@ -39,7 +39,7 @@ def msign(D: Tensor, steps: int) -> Tensor:
 class MuonRule(FreeRule):
     """Muon for tensors of two dimensions in groups with `muon`, AdamW for the others."""
 
-    rules: ClassVar[Rules] = AdamRule.rules | {
+    checks: ClassVar[Checks] = AdamRule.checks | {
         "momentum": (lambda x, _: 0 <= x < 1, "must be in [0, 1)"),
         "ns_steps": (lambda k, _: is_count(k), "must be at least 1"),
         "adjust_lr_fn": (
@@ -77,6 +77,23 @@ class MuonRule(FreeRule):
         part.tensor.mul_(1 - lr * group["weight_decay"]).sub_((O.T if tall else O) * (lr * ratio))
 
 
+class SpectralRule(BlockRule):
+    """Steps of one length in every direction, retracted."""
+
+    def new_state(self, X: Tensor) -> State:
+        return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
+
+    def move(self, X, G, state, lr, group, norm, scratch) -> None:
+        M = state["M"].mul_(group["momentum"]).add_(G)
+        D = M - torch.bmm(sym(torch.bmm(M, X.mT)), X)
+        length = lr.clamp(max=LONGEST) if isinstance(lr, Tensor) else min(lr, LONGEST)
+        Y, host = X - msign(D, group["ns_steps"]) * length, norm is not None
+        retract(X, Y, *deviation(Y), host)
+        # msign(D) is not quite tangent, so Y Yᵀ may be below I, where the first retraction is coarse
+        Y = X.clone()
+        retract(X, Y, *deviation(Y), host)
+
+
 class StiefelMuon(StiefelOptimizer):
     """Muon on the Stiefel manifold for constrained blocks, Muon for free matrices, AdamW for the rest.
 
@@ -94,6 +111,7 @@ class StiefelMuon(StiefelOptimizer):
     """
 
     free_rule = MuonRule()
+    block_rule = SpectralRule()
 
     def __init__(
         self,
@@ -113,17 +131,4 @@ class StiefelMuon(StiefelOptimizer):
         shard_stiefel: bool | int = False,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, hyper_parameters(locals()))
-
-    def new_state(self, X: Tensor, group: Group) -> State:
-        return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
-
-    def move(self, X, G, state, lr, group, norm, scratch) -> None:
-        M = state["M"].mul_(group["momentum"]).add_(G)
-        D = M - torch.bmm(sym(torch.bmm(M, X.mT)), X)
-        length = lr.clamp(max=LONGEST) if isinstance(lr, Tensor) else min(lr, LONGEST)
-        Y, host = X - msign(D, group["ns_steps"]) * length, norm is not None
-        retract(X, Y, *deviation(Y), host)
-        # msign(D) is not quite tangent, so Y Yᵀ may be below I, where the first retraction is coarse
-        Y = X.clone()
-        retract(X, Y, *deviation(Y), host)
+        super().__init__(params, locals())
