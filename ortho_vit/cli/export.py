@@ -22,11 +22,11 @@ from ortho_vit.cli.changes import changed, read_changes
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.messages import explain
 from ortho_vit.cli.run_folder import ROOT, locate_checkpoint, read_config, read_run
-from ortho_vit.data.augment import to_pixels
 from ortho_vit.errors import UsageError
 from ortho_vit.models import ModelSpec, save_checkpoint
 from ortho_vit.models.card import NAME
 from ortho_vit.models.weights import check_types, check_weights, export_folder, project_rounded
+from ortho_vit.pixels import to_pixels
 from ortho_vit.resources import checkpoints_folder
 from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.optimizer import class_at

@@ -19,8 +19,9 @@ from torch import Tensor
 from ortho_vit.data.policies import Noise, Policy
 from ortho_vit.data.rng import generator, uniform
 from ortho_vit.data.sampling import Key, take
+from ortho_vit.pixels import normalize
 
-# ------------------------------------------------------------------------------------ crop, flip, normalisation
+# --------------------------------------------------------------------------------------------------- crop and flip
 
 
 def random_crop(images: Tensor, padding: int, noise: Noise) -> Tensor:
@@ -38,18 +39,6 @@ def random_flip(images: Tensor, noise: Noise) -> Tensor:
     """Mirror the images whose number is below a half, left to right; `noise` is `(B,)`."""
     rows = np.arange(len(images)) + len(images) * (noise < 0.5)
     return take(torch.cat([images, images.flip(-1)]), rows)
-
-
-def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """To float32 in units of the data set's standard deviation: `(x / 255 − mean) / std`."""
-    shift, scale = (torch.tensor(x, device=images.device).view(-1, 1, 1) for x in (mean, std))
-    return images.float().div_(255).sub_(shift).div_(scale)
-
-
-def to_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The inverse of `normalize`: uint8 images."""
-    shift, scale = (torch.tensor(x, device=images.device).view(-1, 1, 1) for x in (mean, std))
-    return (images * scale + shift).mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 # ----------------------------------------------------------------------------------------------- erasing and mixing

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ortho_vit.errors import CheckpointError
 from ortho_vit.models.orthogonalize import Constraint, Projections
 from ortho_vit.models.spec import ATTENTION, ModelSpec
+from ortho_vit.pixels import normalize
 
 __all__ = ["Card", "CheckpointError", "Golden", "synthetic_images"]
 
@@ -180,8 +181,7 @@ class Card:
 def golden_logits(model: nn.Module, pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """The logits of uint8 images (n, channels, height, width), in evaluation mode."""
     parameter = next(model.parameters())
-    shift, scale = (torch.tensor(x).view(-1, 1, 1) for x in (mean, std))
-    images = (pixels.float() / 255 - shift) / scale
+    images = normalize(pixels, mean, std)
     was_training = model.training
     model.eval()
     try:

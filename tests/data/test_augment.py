@@ -14,13 +14,12 @@ from ortho_vit.data.augment import (
     Mix,
     erasing_boxes,
     inside,
-    normalize,
     random_crop,
     random_flip,
-    to_pixels,
 )
 from ortho_vit.data.policies import AutoAugment, RandAugment, TrivialAugment
 from ortho_vit.data.sampling import Key
+from ortho_vit.pixels import normalize, to_pixels
 from tests.helpers.dispatch import OTHER, other_device
 from tests.helpers.images import noise, photographs
 
