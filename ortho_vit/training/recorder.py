@@ -25,7 +25,7 @@ from ortho_vit.parameter import stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 from ortho_vit.training.attention_statistics import AttentionStatistics
 from ortho_vit.training.checkpointing import run_folder
-from ortho_vit.training.reporting import learning_rate
+from ortho_vit.training.reporting import has_row, learning_rate
 
 _PROGRESS_SECONDS = 2.0
 
@@ -65,7 +65,7 @@ class Recorder(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._count_time()
-        if self.curve and self.curve[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
+        if has_row(self.curve, trainer):
             return
         metrics, epoch = trainer.callback_metrics, trainer.current_epoch + 1
         tested = epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs

@@ -35,7 +35,7 @@ class History(Callback):
         self._validated = False
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.rows and self.rows[-1]["step"] == trainer.global_step:  # resumed at the end of this epoch
+        if has_row(self.rows, trainer):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name in COLUMNS}
         if not self._validated:  # those of an earlier epoch
@@ -65,6 +65,11 @@ class History(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = list(state_dict["rows"])
+
+
+def has_row(rows: list[dict[str, Any]], trainer: L.Trainer) -> bool:
+    """Whether rows by epoch have this epoch already: a run that is resumed at the end of an epoch ends it once more."""
+    return bool(rows) and rows[-1]["step"] == trainer.global_step
 
 
 def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
