@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ortho_vit.errors import DivergedError
 from ortho_vit.optim.base import StiefelOptimizer, all_finite, norms_of
-from ortho_vit.training.ranks import gathered, largest
-from ortho_vit.training.stopping import signals
+from ortho_vit.training.metrics import gathered
+from ortho_vit.training.stopping import largest, signals
 
 PATIENCE = 100  # steps in a row that may be skipped; by then a scale of 2^16 has come down to 2^-84
 

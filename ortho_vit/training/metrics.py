@@ -5,11 +5,12 @@ them in each process, so that the means end with the same bits.  With another nu
 totals.
 """
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
-
-from ortho_vit.training.ranks import gathered
 
 Sums = dict[str, Tensor]
 
@@ -46,6 +47,15 @@ class Mean(Metric):
             sums = [{"total": torch.tensor(0.0), "weight": torch.tensor(0.0)}]
         for each in sums:
             self.update(*_total_and_weight(each))
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes, in the order of their ranks.  Every process must call this."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _total_and_weight(sums: Sums) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,11 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ortho_vit.training.lightning_internals import after_signal_handlers, is_accumulating
-from ortho_vit.training.ranks import largest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 ONE_PRESS = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, forwarded by a launcher
@@ -153,6 +153,14 @@ class StopOnSignal(Callback):
 
     def _stop(self, trainer: L.Trainer) -> None:
         raise Stopped(signals.agreed, trainer.global_step, trainer.estimated_stepping_batches)
+
+
+def largest(trainer: L.Trainer, *values: int) -> list[int]:
+    """The largest of each value over all processes, in one reduction.  Every process must call this."""
+    if trainer.world_size == 1:
+        return list(values)
+    strategy = trainer.strategy
+    return strategy.reduce(torch.tensor(values, device=strategy.root_device), reduce_op="max").tolist()
 
 
 def _same_number_of_batches(trainer: L.Trainer) -> bool:
