@@ -226,9 +226,7 @@ class CommandLine(LightningCLI):
             self.config.data = None
         try:
             super().instantiate_classes()
-        except ValueError as error:
-            if "Problem with given class_path" not in str(error):  # such as a logger that is not installed
-                raise
+        except ValueError as error:  # such as a logger that is not installed
             raise UsageError(explain(error, self.parser)) from error
         finally:
             self.config.data = described
