@@ -56,8 +56,9 @@ def keeps_manifold(run: Any) -> bool:
     recipe = run.get("optimizer") if isinstance(run, Mapping) and run.get("constraint") else None
     if not isinstance(recipe, dict):
         return False
-    optimizer = getattr(optim, str(recipe.get("class_path")).rpartition(".")[2], None)  # of this package only
-    return getattr(optimizer, "exact", False) and (recipe.get("init_args") or {}).get("inner_steps") is None
+    cls = getattr(optim, str(recipe.get("class_path")).rpartition(".")[2], None)  # of this package only
+    exact = isinstance(cls, type) and issubclass(cls, StiefelOptimizer) and cls.block_rule.exact
+    return exact and (recipe.get("init_args") or {}).get("inner_steps") is None
 
 
 # ------------------------------------------------------------------------------------------------ groups of parameters
