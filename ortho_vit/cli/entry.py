@@ -100,11 +100,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # not glibc; TypeError: Windows
         return False
-    options = (-3, -1)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
-    kept = [mallopt(option, 2**25) for option in options]  # every glibc accepts this threshold
-    for option in options:
-        mallopt(option, 2**30)  # better, but not accepted by every version
-    return all(kept)
+    # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h; not every glibc accepts a threshold of more than 2^25 bytes
+    return all(mallopt(option, 2**30) or mallopt(option, 2**25) for option in (-3, -1))
 
 
 def _exit_quietly_on_signals() -> None:
