@@ -18,13 +18,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from ortho_vit.data.decode import central_square, decode
+from ortho_vit.data.decode import as_tensor, central_square, decode
 from ortho_vit.models import Card, find_checkpoint, list_models, load_checkpoint
 from ortho_vit.models.attention import find_attention
 from ortho_vit.models.card import golden_logits
@@ -45,9 +44,7 @@ Captioned = list[tuple[Pixels, str]]
 def read_image(path: Path, card: Card) -> Tensor:
     """The image as the model sees it, uint8 (channels, height, width); ValueError says why a file cannot be read."""
     _, channels, height, _ = card.golden.shape
-    image = central_square(decode(path), height, card.crop_pct)
-    pixels = np.array(image.convert("L") if channels == 1 else image)
-    return torch.from_numpy(pixels).view(height, height, -1).permute(2, 0, 1)
+    return as_tensor(central_square(decode(path), height, card.crop_pct), channels)
 
 
 def class_probabilities(model: nn.Module, card: Card, pixels: Tensor) -> dict[str, float]:

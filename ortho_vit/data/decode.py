@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from torch import Tensor
 from torchvision.transforms.functional import InterpolationMode, center_crop, resize
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -73,6 +75,12 @@ def central_square(image: Image.Image, size: int, crop_pct: float = CROP_PCT) ->
     """
     resized = resize(image, [math.floor(size / crop_pct)], InterpolationMode.BICUBIC)
     return center_crop(resized, [size, size])
+
+
+def as_tensor(image: Image.Image, channels: int) -> Tensor:
+    """The pixels of an RGB image, uint8 (channels, height, width): 3 channels, or 1 for grey."""
+    pixels = torch.from_numpy(np.array(image.convert("L") if channels == 1 else image))
+    return pixels.view(image.height, image.width, channels).permute(2, 0, 1)
 
 
 def random_box(width: int, height: int, noise: NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -24,7 +24,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ortho_vit.data.datamodule import ImageDataModule, printable
-from ortho_vit.data.decode import CROP_PCT, central_square, decode, random_box, why_unreadable
+from ortho_vit.data.decode import CROP_PCT, as_tensor, central_square, decode, random_box, why_unreadable
 from ortho_vit.data.policies import AutoAugmentPolicy
 from ortho_vit.data.rng import uniform
 from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
@@ -123,8 +123,7 @@ class FileSet(BatchSet):
             image = image.resize((size, size), Resampling.BICUBIC, box=random_box(*image.size, noise))
         else:
             image = central_square(image, size, self.crop_pct)
-        pixels = np.array(image.convert("L") if self.channels == 1 else image)
-        return torch.from_numpy(pixels).view(size, size, -1).permute(2, 0, 1)
+        return as_tensor(image, self.channels)
 
     def names(self, samples: NDArray[np.int64]) -> list[str]:
         """The files of the samples."""
