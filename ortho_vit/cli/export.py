@@ -11,7 +11,7 @@ import argparse
 import inspect
 import shlex
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ortho_vit.cli.changes import changed, read_changes
 from ortho_vit.cli.entry import program
-from ortho_vit.cli.messages import explain
+from ortho_vit.cli.messages import Parser
 from ortho_vit.cli.run_folder import ROOT, locate_checkpoint, read_config, read_run
 from ortho_vit.errors import UsageError
 from ortho_vit.models import ModelSpec, save_checkpoint
@@ -30,7 +30,7 @@ from ortho_vit.pixels import to_pixels
 from ortho_vit.resources import checkpoints_folder
 from ortho_vit.training.classifier import Classifier
 from ortho_vit.training.optimizer import class_at
-from ortho_vit.training.reporting import StartLines, named_for, summary
+from ortho_vit.training.reporting import StartLines, labelled, named_for, summary
 from ortho_vit.training.same_data import check_classes, stored_classes
 
 IMAGES = 8  # on a card
@@ -42,11 +42,6 @@ TRAINER = (
 )  # fmt: skip
 
 DEFAULTS = inspect.signature(L.Trainer).parameters
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(explain(ValueError(message), self))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -84,14 +79,6 @@ def _mapping(text: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a mapping such as '{{red_apple: apple}}', got {text}")
     return {str(key): str(name) for key, name in value.items()}
-
-
-def labelled(results: dict[str, Any]) -> dict[str, str]:
-    """Metrics as rows of a summary."""
-    return {
-        name.replace("/", " ").replace("_", " "): f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
-        for name, value in results.items()
-    }
 
 
 class Export:

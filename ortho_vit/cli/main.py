@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from ortho_vit.cli.changes import SPLITTING, Changes, check_changes, check_model, find_changes, record_changes
 from ortho_vit.cli.compose import config_files, expand, expand_card, expand_run, refuse_classes, take_option
 from ortho_vit.cli.entry import program
-from ortho_vit.cli.export import Export, labelled
+from ortho_vit.cli.export import Export
 from ortho_vit.cli.messages import explain
 from ortho_vit.cli.run_folder import (
     ROOT,
@@ -367,7 +367,7 @@ class CommandLine(LightningCLI):
             print(line, flush=True)
 
     def _summarize(self, results: dict[str, Any], checkpoint: Any = None) -> None:
-        rows = labelled(reporting.named_for(self.datamodule, results))
+        rows = reporting.labelled(reporting.named_for(self.datamodule, results))
         if self.model.hparams["constraint"] is not None:
             rows["orthogonality error"] = f"{orthogonality_error(self.model.model):.1e}"
         if self.model.steps.skipped:

@@ -8,8 +8,9 @@ import argparse
 import importlib
 import inspect
 import re
+from typing import NoReturn
 
-from ortho_vit.errors import did_you_mean
+from ortho_vit.errors import UsageError, did_you_mean
 
 CLASSES = {  # for each option that takes a class, one that it accepts
     "data": "ortho_vit.data.CIFAR10",
@@ -53,6 +54,13 @@ RULES = (
     (r"expects a function or a callable class: (.+?)\.? Got value",
      "{key}: {path!r} cannot be used here: {0}; give a class such as {example}"),
 )  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Python's own parser, with errors in the same words."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(explain(ValueError(message), self))
 
 
 def explain(error: Exception, parser: argparse.ArgumentParser) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ortho_vit.cli.entry import program
-from ortho_vit.cli.export import Parser
+from ortho_vit.cli.messages import Parser
 from ortho_vit.errors import CheckpointError, UsageError
 from ortho_vit.files import replacing
 from ortho_vit.models import Checkpoint, find_checkpoint, list_models, load_checkpoint, verify_checkpoint

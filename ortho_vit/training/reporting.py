@@ -320,6 +320,14 @@ def named_for(data: Any, results: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("test/", "val/") if validated_only else name: x for name, x in results.items()}
 
 
+def labelled(results: dict[str, Any]) -> dict[str, str]:
+    """Metrics as rows of a summary."""
+    return {
+        name.replace("/", " ").replace("_", " "): f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        for name, value in results.items()
+    }
+
+
 def summary(rows: Mapping[str, str]) -> str:
     """Names and values as a table without a header."""
     return as_table((), rows.items())
