@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+from timm.models import group_parameters
 from torch import nn
 from torch.optim import Optimizer
 
 from ortho_vit import optim
-from ortho_vit.models.weights import is_head
 from ortho_vit.optim.base import StiefelOptimizer
 from ortho_vit.parameter import StiefelParameter
 
@@ -93,12 +93,13 @@ def make_optimizer(
 ) -> Optimizer:
     """Build the optimizer of the parameters that are trainable now, in groups by learning rate and options."""
     groups: dict[tuple[float, int], list[tuple[str, nn.Parameter]]] = {}
+    scales = _lr_scales(model, layer_decay) if layer_decay < 1 else {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             number = next(
                 i for i, (found, _) in enumerate(choices) if any(fnmatchcase(name, p) for p in found)
             )
-            groups.setdefault((_lr_scale(model, name, layer_decay), number), []).append((name, parameter))
+            groups.setdefault((scales.get(name, 1.0), number), []).append((name, parameter))
     optimizer = factory([{"params": named} | choices[i][1] for (_, i), named in groups.items()])
     unknown = {key for _, options in choices for key in options} - optimizer.defaults.keys()
     if unknown:
@@ -117,18 +118,19 @@ def make_optimizer(
     return optimizer
 
 
-def _lr_scale(model: nn.Module, name: str, layer_decay: float) -> float:
-    """layer_decay to the power of the number of layers above: none for the head, all blocks for the embeddings."""
-    if layer_decay == 1:
-        return 1.0
-    depth = len(getattr(model, "blocks", ()))
-    if not depth:
+def _lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """For each parameter layer_decay to the power of the number of layers above it, by timm's order of layers.
+
+    The last norm learns as fast as the head; timm counts it with the last block.
+    """
+    if not hasattr(model, "group_matcher"):
         raise ValueError(
-            f"Classifier: layer_decay needs a model with `blocks`, and {type(model).__name__} has none"
+            f"Classifier: layer_decay needs a model whose layers timm orders, and {type(model).__name__} has no "
+            "group_matcher; set layer_decay to 1"
         )
-    first, _, rest = name.partition(".")
-    if first == "blocks":
-        above = depth - int(rest.split(".")[0])
-    else:
-        above = 0 if first in ("norm", "fc_norm", "attn_pool") or is_head(first) else depth + 1
-    return layer_decay**above
+    layers = group_parameters(model, model.group_matcher(), reverse=True)  # type: ignore[operator]
+    last = max(layers.values())
+    return {
+        name: layer_decay ** (0 if name.startswith("norm.") else last - layer)
+        for name, layer in layers.items()
+    }

@@ -150,6 +150,16 @@ def test_layer_decay_slows_what_is_further_from_the_head():
     assert rates["patch_embed.proj.weight"] == pytest.approx(0.00625)
 
 
+def test_layer_decay_knows_the_layers_of_networks_without_blocks():
+    options = {"constraint": None, "num_classes": 3, "layer_decay": 0.5}
+    model = Classifier("resnet10t", partial(torch.optim.SGD, lr=1.0), **options)
+    groups = model.make_optimizer().param_groups
+    rates = {name: group["lr"] for group in groups for name in group["param_names"]}
+    assert rates["fc.weight"] == 1
+    assert rates["layer4.0.conv1.weight"] == 0.5
+    assert rates["conv1.0.weight"] < rates["layer2.0.conv1.weight"] < 0.5
+
+
 def test_hyper_parameters_are_plain_and_restore_the_model(tmp_path):
     model, trainer = make_classifier(), make_trainer(tmp_path, max_epochs=1)
     trainer.fit(model, datamodule=digits())
