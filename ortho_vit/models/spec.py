@@ -1,6 +1,7 @@
 """The description of a model that a classifier, a card, a run checkpoint and the command line share.
 
-To add an option of the model, add a field here and use it in `orthogonalize`.
+To add an option of the model, add a field here and use it in `orthogonalize`; the signatures of `create_model`
+and `Classifier` list it too, and so does `Card`, where earlier files have a default.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ class ModelSpec:
     def replace(self, **changes: Any) -> "ModelSpec":
         return dataclasses.replace(self, **changes)
 
-    def choose(self, constraint: Choice, **others: Any) -> "ModelSpec":
+    def choose(self, constraint: Choice = "default", **others: Any) -> "ModelSpec":
         """The description with other options of the attention; "default", and None for the others, keep an option."""
         if constraint == "default":
             constraint = self.constraint

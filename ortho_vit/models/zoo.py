@@ -24,7 +24,7 @@ from ortho_vit.errors import CheckpointError, did_you_mean
 from ortho_vit.models.card import Card
 from ortho_vit.models.compact import CompactTransformer
 from ortho_vit.models.orthogonalize import Projections, orthogonalize, release
-from ortho_vit.models.spec import Choice, ModelSpec
+from ortho_vit.models.spec import ATTENTION, Choice, ModelSpec
 from ortho_vit.models.weights import (
     Checkpoint,
     Source,
@@ -117,6 +117,12 @@ def create_model(
     return orthogonalize(_build_free(name, kwargs, pretrained=pretrained), **spec.attention)
 
 
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the attention, and the arguments of the architecture."""
+    chosen = {name: value for name, value in options.items() if name in ATTENTION}
+    return chosen, {name: value for name, value in options.items() if name not in ATTENTION}
+
+
 def list_models(filter: str = "*", pretrained: bool = False) -> list[str]:
     """The zoo's architectures that match a pattern such as `*patch16*`; with `pretrained`, the names of its weights."""
     return fnmatch.filter(available() if pretrained else sorted(SIZES), filter)
@@ -154,15 +160,7 @@ def _only_tag(architecture: str, source: Source | None) -> str:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint,
-    *,
-    weights: bool = True,
-    constraint: Choice = "default",
-    projections: Projections | None = None,
-    preserve: bool | None = None,
-    scale: bool | None = None,
-    verify: bool = False,
-    **kwargs: Any,
+    checkpoint: Checkpoint, *, weights: bool = True, verify: bool = False, **kwargs: Any
 ) -> nn.Module:
     """Build the card's model and load its weights (unless `weights` is False).
 
@@ -171,9 +169,10 @@ def load_checkpoint(
     parameter free.  Other keywords are timm's and override the card's: `num_classes` gives a new head, `img_size`
     resamples the position embedding, `in_chans` adapts the first convolution.  `verify` checks the card's logits first.
     """
-    spec = checkpoint.card.spec.choose(constraint, projections=projections, preserve=preserve, scale=scale)
-    num_classes = kwargs.pop("num_classes", spec.num_classes)
-    spec = spec.replace(num_classes=num_classes, arguments=spec.arguments | kwargs)
+    chosen, arguments = _split(kwargs)
+    spec = checkpoint.card.spec.choose(**chosen)
+    num_classes = arguments.pop("num_classes", spec.num_classes)
+    spec = spec.replace(num_classes=num_classes, arguments=spec.arguments | arguments)
     if verify:
         verify_checkpoint(checkpoint)
     return _load(checkpoint, spec, weights)[0]
@@ -320,18 +319,11 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
     return create
 
 
-def _from_hub(
-    name: str,
-    pretrained: bool,
-    cfg: dict[str, Any],
-    *,
-    constraint: Choice = "default",
-    projections: Projections = "qk",
-    **kwargs: Any,
-) -> nn.Module:
+def _from_hub(name: str, pretrained: bool, cfg: dict[str, Any], **kwargs: Any) -> nn.Module:
     """A model from a hub folder that names an architecture of ours, as version 0.1 exported them."""
-    spec = ModelSpec(name, "within").choose(constraint, projections=projections)
-    model = _build_ours(name, kwargs, hub=cfg if pretrained else None)
+    chosen, arguments = _split(kwargs)
+    spec = ModelSpec(name, "within").choose(**chosen)
+    model = _build_ours(name, arguments, hub=cfg if pretrained else None)
     orthogonalize(model, **spec.attention, init="keep" if pretrained else "polar")
     if pretrained:
         check_weights(model, name)
