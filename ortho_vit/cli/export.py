@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ortho_vit.cli.changes import changed, read_changes
+from ortho_vit.cli.changes import FREE, TRAINER, changed, read_changes
 from ortho_vit.cli.entry import program
 from ortho_vit.cli.messages import Parser
 from ortho_vit.cli.run_folder import ROOT, locate_checkpoint, read_config, read_run
@@ -34,12 +34,8 @@ from ortho_vit.training.reporting import StartLines, labelled, named_for, summar
 from ortho_vit.training.same_data import check_classes, stored_classes
 
 IMAGES = 8  # on a card
-# options of a data module that are not part of the recipe
-PLACES = ("download", "num_workers", "predict_root", "class_names")
-TRAINER = (
-    "max_epochs", "max_steps", "max_time", "devices", "num_nodes", "precision", "accumulate_grad_batches",
-    "gradient_clip_val", "gradient_clip_algorithm", "limit_train_batches", "callbacks",
-)  # fmt: skip
+PLACES = (*FREE, "class_names")  # options of a data module that are not part of the recipe
+RECIPE = (*TRAINER, "max_time", "devices", "num_nodes", "callbacks")  # options of the trainer that are
 
 DEFAULTS = inspect.signature(L.Trainer).parameters
 
@@ -172,7 +168,7 @@ class Export:
             "seed_everything": self.config.get("seed_everything"),
             "model": model,
             "data": {"class_path": data["class_path"], "init_args": arguments},
-            "trainer": {k: trainer[k] for k in TRAINER if k in trainer and trainer[k] != DEFAULTS[k].default},
+            "trainer": {k: trainer[k] for k in RECIPE if k in trainer and trainer[k] != DEFAULTS[k].default},
             "steps": self.checkpoint["global_step"],
         }
         if self.changes:
