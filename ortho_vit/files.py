@@ -86,6 +86,11 @@ def finite_or_none(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
+def printable(text: str) -> str:
+    """The text with bytes of file names that are not UTF-8 replaced, so that any terminal can print it."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 # ----------------------------------------------------------------------------------------------------------- downloads
 
 

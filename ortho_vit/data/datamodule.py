@@ -27,6 +27,7 @@ from ortho_vit.data.augment import Augmentation
 from ortho_vit.data.policies import AutoAugmentPolicy, PolicyName, make_policy
 from ortho_vit.data.rng import hold_out
 from ortho_vit.data.sampling import Batch, BatchSet, EpochSampler, Key, Loader, take
+from ortho_vit.files import printable
 
 NAMED_CLASSES = 10  # at most this many are named in a description
 
@@ -249,11 +250,6 @@ class ImageDataModule(L.LightningDataModule):
     def _batches_done(self) -> int:
         """How many batches of this epoch the trainer has finished: above 0 where it resumes mid-epoch."""
         return self.trainer.fit_loop.batch_idx + 1 if self.trainer else 0
-
-
-def printable(text: str) -> str:
-    """The text with bytes of file names that are not UTF-8 replaced, so that any terminal can print it."""
-    return os.fsencode(text).decode("utf-8", "replace")
 
 
 @dataclass(eq=False)

@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ortho_vit.data.datamodule import ImageDataModule, printable
+from ortho_vit.data.datamodule import ImageDataModule
 from ortho_vit.data.decode import CROP_PCT, as_tensor, central_square, decode, random_box, why_unreadable
 from ortho_vit.data.policies import AutoAugmentPolicy
 from ortho_vit.data.rng import uniform
 from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
+from ortho_vit.files import printable
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 LIKE_A_SPLIT = {*SPLITS["train"], *SPLITS["val"], *SPLITS["test"], "dev", "eval", "evaluation", "holdout"}

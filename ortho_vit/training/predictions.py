@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from ortho_vit.files import complete, partial_file
+from ortho_vit.files import complete, partial_file, printable
 from ortho_vit.training.same_data import class_names
 
 DEFAULT = "predictions.csv"
@@ -109,7 +109,7 @@ class PredictionWriter(Callback):
         self._write(self._format(rows))
         for file, row in rows[: PREVIEW - len(self.preview)]:
             label, probability = self._top(row)[0]
-            self.preview.append([_printable(file), label, f"{probability:.1%}"])
+            self.preview.append([printable(file), label, f"{probability:.1%}"])
         self.count += len(rows)
 
     def _write(self, text: str) -> None:
@@ -170,11 +170,6 @@ def _free_name(path: Path) -> Path:
     """`path` with the lowest number that no file has."""
     candidates = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def _printable(name: str) -> str:
-    """A file name with what is not UTF-8 replaced."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 class PerClass(Callback):
@@ -247,7 +242,7 @@ def draw_confusion(matrix: Tensor, classes: Sequence[str], path: Path) -> None:
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
     axes.set(xlabel="predicted class", ylabel="true class")
     if n <= MOST_NAMED:
-        names = [_printable(name).replace("$", r"\$") for name in classes]
+        names = [printable(name).replace("$", r"\$") for name in classes]
         axes.set_xticks(range(n), names, rotation=90)
         axes.set_yticks(range(n), names)
     if n <= MOST_COUNTED:
