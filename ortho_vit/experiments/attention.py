@@ -13,17 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ortho_vit.data.augment import normalize
-from ortho_vit.data.decode import SUFFIXES, central_square, decode
+from ortho_vit.data.decode import SUFFIXES, as_tensor, central_square, decode
 from ortho_vit.experiments.figure import new_figure, save_figure
 from ortho_vit.experiments.result import Result, run_command
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
 from ortho_vit.models.weights import available
+from ortho_vit.pixels import normalize
 from ortho_vit.training.images import recorded_attention
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ def image_of(card: Card, which: str | None) -> Tensor:
     """Pixels (channels, height, width) of a file, of the card's image of a class, or of its first image."""
     if which is not None and Path(which).suffix.lower() in SUFFIXES:
         image = central_square(decode(Path(which)), card.golden.shape[-1], crop_pct=1.0)
-        pixels = np.asarray(image.convert("L") if card.golden.shape[1] == 1 else image)
-        return torch.from_numpy(pixels.copy()).view(*pixels.shape[:2], -1).permute(2, 0, 1)
+        return as_tensor(image, card.golden.shape[1])
     names = [card.classes[label] for label in card.golden.labels]
     if not names:
         raise ValueError(f"the card of {card.name} has synthetic images only; give the file of an image")
