@@ -36,7 +36,7 @@ from ortho_vit.optim import ProjectedStiefelSGD, RegularizedSGD, StiefelAdam, St
 from ortho_vit.stiefel import cayley, orthogonality_error, polar, random_stiefel
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein, sinkhorn
 from tests.helpers.cifar_files import Payload, contents, pack, place
-from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot
+from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot, work_in
 from tests.helpers.image_files import class_folders, huge_png, image_file, image_folder
 from tests.helpers.zoo_weights import ABOUT, NAME, build
 
@@ -60,10 +60,7 @@ def line_of_call(call):
 @pytest.fixture
 def scenery(tmp_path, monkeypatch):
     """The folder that a scene is set in, which is also the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    (tmp_path / "digits.yaml").write_text(DIGITS)
-    return tmp_path
+    return work_in(tmp_path, monkeypatch, "digits.yaml", DIGITS)
 
 
 def fit(options=""):
