@@ -23,7 +23,7 @@ UNUSED = (
     "",
     "--weights_only",
     "--return_predictions",
-)  # options of Lightning's that the commands set themselves
+)  # Lightning's options that the commands set themselves
 PREAMBLE = """\
 # Configuration
 

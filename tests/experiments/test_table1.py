@@ -1,4 +1,4 @@
-"""The whole of it on a few random images: real runs, one of them killed, resumed, reported."""
+"""A whole sweep on a few random images: real runs, one of them killed, resumed, reported."""
 
 import os
 import signal

@@ -1,9 +1,9 @@
-"""A run: a row and a seed in a folder of its own.
+"""A run: one row and one seed, in its own folder.
 
-run.json        row, seed and the arguments that make the run what it is
+run.json        row, seed and arguments
 config.yaml     the whole configuration
 checkpoints/    last.ckpt, from which it resumes exactly
-progress.json   where it is
+progress.json   how far it is
 result.json     written once, at its end; a run that has one is done
 log.txt         its output
 lock            held by an OS lock (flock) while the run trains; the system releases it however the process ends
