@@ -8,8 +8,7 @@ medians of processor time, which other work on the machine disturbs least, and r
 is not installed is named and skipped.
 
 Gradients are Gaussian with standard deviation `--scale`.  It decides how far a step goes, and so how many terms the
-retraction needs; by default η‖Z‖ and η‖U‖ are about 0.03 within heads, several times as large as in the training of the
-paper's ViT.
+retraction needs; by default η‖Z‖ and η‖U‖ are about 0.03 within heads, several times what the paper's ViT has.
 """
 
 import argparse
