@@ -4,9 +4,9 @@
 
 The work is a training batch of CIFAR-10: crop, flip, a policy (or none), normalisation, from uint8 images in memory to a
 float32 batch.  torchvision's `v2` transforms take one image at a time, as tensors and as PIL images; its transforms of the
-first generation take PIL images.  Single thread, all contestants in one run, in turns; what is printed are medians, and
-ratios of medians to ours with the same policy.  Times are those of the processor, which other programs disturb less.
-Images are smooth random ones, as photographs are.
+first generation take PIL images.  Single thread; all contestants take turns in one run.  It prints medians, and
+ratios of medians to ours with the same policy.  Times are processor times, which other programs disturb less.
+The images are random but smooth, like photographs.
 """
 
 import argparse

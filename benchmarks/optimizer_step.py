@@ -1,15 +1,14 @@
-"""The time of an optimizer step, against peers and against the products a step needs at least.
+"""The time of an optimizer step, against peers and against the matrix products that a step needs at least.
 
     python -m benchmarks.optimizer_step [--quick] [--mode within] [--scale 0.003] [--compile] [--output results.json]
 
 The work is the attention of the paper's ViT: 7 fused weights (1152, 384) with 768 constrained rows, `within` heads (24
-blocks of 32 rows) and `across` them (2 of 384).  Single thread, float32, all contestants in one run, in turns; what is
-printed are medians of processor time, which other work on the machine disturbs least, and ratios of medians.  A peer that
+blocks of 32 rows) and `across` them (2 of 384).  Single thread, float32, all contestants take turns in one run.  It prints
+medians of processor time, which other work on the machine disturbs least, and ratios of medians.  A peer that
 is not installed is named and skipped.
 
-Gradients are Gaussian of standard deviation `--scale`.  It decides how far a step goes and with it how many terms the
-retraction needs; the default makes η‖Z‖ and η‖U‖ about 0.03 within heads, several times what the paper's ViT shows in
-training.
+Gradients are Gaussian with standard deviation `--scale`.  It decides how far a step goes, and so how many terms the
+retraction needs; by default η‖Z‖ and η‖U‖ are about 0.03 within heads, several times what the paper's ViT has.
 """
 
 import argparse

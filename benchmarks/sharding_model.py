@@ -17,13 +17,13 @@ PASSES = 14  # over an m × n matrix: the gradient in, X in and out, U twice, an
 
 @dataclass
 class Machine:
-    """What a GPU and its network do."""
+    """The speed of a GPU and of its network."""
 
     rate: float = 6.0  # TFLOP/s on batches of small float32 products
     memory: float = 1500.0  # GB/s
     network: float = 100.0  # GB/s that an all-gather delivers to a rank
-    latency: float = 10.0  # μs a doubling of the ranks
-    launch: float = 5.0  # μs an operator
+    latency: float = 10.0  # μs per doubling of the ranks
+    launch: float = 5.0  # μs per operator
 
 
 @dataclass
@@ -53,14 +53,14 @@ def work(name: str, mode: str) -> Work:
 
 
 def whole(work: Work, on: Machine, blocks: int | None = None) -> float:
-    """ms of a step of so many blocks (None: all)."""
+    """The milliseconds of a step of this many blocks (None: all)."""
     blocks = work.blocks if blocks is None else blocks
     compute = max(work.flops / (on.rate * 1e12), PASSES * work.bytes / (on.memory * 1e9))
     return 1e3 * blocks * compute + 1e-3 * LAUNCHES[work.mode] * on.launch
 
 
 def shared(work: Work, ranks: int, on: Machine) -> float:
-    """ms of a step whose blocks are shared: the largest share, and an all-gather of rows as long as it."""
+    """The milliseconds of a step whose blocks are shared: the largest share, and an all-gather of rows of that size."""
     share = math.ceil(work.blocks / ranks)
     gathered = share * work.bytes * (ranks - 1)
     return whole(work, on, share) + 1e3 * gathered / (on.network * 1e9) + 1e-3 * on.latency * math.log2(ranks)

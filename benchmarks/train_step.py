@@ -5,8 +5,8 @@
 A step is what a run on CIFAR-10 does: a batch of 128 is cropped, flipped and normalised (and with `--policy` goes through
 AutoAugment or a relative), then forward, backward and StiefelSGD within heads.  Variants: float32, `bf16-mixed`, which is
 autocast to bfloat16, and with `--compile` both as `model.compile: true` compiles them.  All variants of a network take
-turns in one run; medians are printed, and the speed in relation to float32.  With one thread it is the time of the
-processor that counts, which other programs disturb less.
+turns in one run; medians are printed, and the speed relative to float32.  With one thread, times are processor times, which
+other programs disturb less.
 """
 
 import argparse

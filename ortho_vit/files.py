@@ -70,14 +70,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write plain values as one line of JSON, completely or not at all; NaN and infinity become null."""
-    write_whole(path, (json.dumps(_finite(content), allow_nan=False) + "\n").encode())
+    write_whole(path, (json.dumps(as_json(content), allow_nan=False) + "\n").encode())
 
 
-def _finite(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """Nested plain values as JSON can hold them: None (null) instead of NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return {key: as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
     return finite_or_none(value) if isinstance(value, float) else value
 
 

@@ -1,6 +1,6 @@
-"""What version 0.1 has written goes on loading: run checkpoints are resumed, weights with a card are loaded.
+"""What version 0.1 has written still loads: run checkpoints are resumed, weights with a card are loaded.
 
-A resumed run of version 0.1 goes on with the present arithmetic, which rounds differently; a warning says so.
+A resumed run of version 0.1 continues with the present arithmetic, which rounds differently; a warning says so.
 """
 
 import shutil

@@ -17,8 +17,10 @@ import ortho_vit
 from ortho_vit import resources
 from ortho_vit.cli import entry
 from ortho_vit.cli.compose import expand, find_config
+from ortho_vit.data import CIFAR10
 from ortho_vit.models.__main__ import main as write_page
 from ortho_vit.models.weights import export_folder
+from tests.helpers.cifar_files import place
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("ortho_vit", "configs", "checkpoints", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -96,6 +98,34 @@ print(json.dumps({
     assert found["error"] < 1e-5  # measured: 7e-8
     assert found["output"] == "checkpoints"
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_table_1_runs_where_the_package_is_installed(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    installed = sorted(site.rglob("*"))
+    place(tmp_path / "data", CIFAR10, "binary folder")
+    command = [
+        sys.executable,
+        "-m",
+        "ortho_vit.experiments.table1",
+        "run",
+        "--preset",
+        "reduced",
+        "--rows",
+        "none_sgd",
+    ]
+    command += ["--seeds", "1", "--", "--trainer.max_epochs", "1", "--model.compile", "false"]
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs/table1/reduced-cifar10/none_sgd/seed0"
+    assert json.loads((folder / "result.json").read_text())["status"] == "finished"
+    started = json.loads((folder / "run.json").read_text())
+    assert started["arguments"][:2] == ["--config", "configs/paper/cifar10/none_sgd.yaml"]
+    assert started["commit"] is None
+    assert sorted(site.rglob("*")) == installed
 
 
 def test_nothing_is_written_into_an_installed_package(monkeypatch, tmp_path):

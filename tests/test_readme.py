@@ -43,14 +43,14 @@ def skip_without_weights(text: str) -> None:
 
 
 @pytest.fixture
-def pictures(tmp_path, monkeypatch):
-    """A folder `pictures/<class>/` in the working directory."""
+def images(tmp_path, monkeypatch):
+    """A folder `images/<class>/` in the working directory."""
     monkeypatch.chdir(tmp_path)
     for label in ("cat", "dog"):
-        (tmp_path / "pictures" / label).mkdir(parents=True)
+        (tmp_path / "images" / label).mkdir(parents=True)
         for i in range(8):
             pixels = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8).numpy()
-            Image.fromarray(pixels).save(tmp_path / "pictures" / label / f"{i}.png")
+            Image.fromarray(pixels).save(tmp_path / "images" / label / f"{i}.png")
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def pictures(tmp_path, monkeypatch):
     list(dict.fromkeys(blocks(README, "python") + blocks(TUTORIALS, "python"))),
     ids=lambda s: s.splitlines()[0],
 )
-def test_python_snippets_run(snippet, pictures):
+def test_python_snippets_run(snippet, images):
     skip_without_weights(snippet)
     if "import transformers" in snippet:
         pytest.importorskip("transformers")

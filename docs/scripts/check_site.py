@@ -3,8 +3,8 @@
     python docs/scripts/check_site.py site                     links, without a browser
     python docs/scripts/check_site.py site --browser           and every page in Debian's chromium
 
-In the browser every page is shown wide, wide and dark, and on a phone.  Errors on its console, requests that fail,
-images that are not drawn, anything wider than the window, and a search without results are failures too.
+In the browser every page is shown in a wide window, the same in dark colours, and on a phone.  Errors on its console,
+requests that fail, images that are not drawn, anything wider than the window, and a search without results are failures too.
 Screenshots go to site-screenshots/.
 """
 

@@ -20,7 +20,8 @@ from ortho_vit import StiefelParameter  # noqa: E402
 from ortho_vit.optim import reference  # noqa: E402
 from ortho_vit.stiefel import polar  # noqa: E402
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"  # told apart by colour-blind readers
+# Colour-blind readers can distinguish them
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 LR = 0.8
 
 

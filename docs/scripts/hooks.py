@@ -34,11 +34,8 @@ COPIED = {
     "contributing.md": "CONTRIBUTING.md",
     "weights.md": "checkpoints/README.md",
 }
-WITHOUT_MEMBERS = (
-    "ortho_vit.optim",
-    "ortho_vit.data",
-    "ortho_vit.training",
-)  # methods that torch and Lightning call
+# Their methods are those that torch and Lightning call
+WITHOUT_MEMBERS = ("ortho_vit.optim", "ortho_vit.data", "ortho_vit.training")
 TAGS_AND_CODE = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
 SHORT_CELL = re.compile(r"(?<=<td>)[^<]{1,16}(?=</td>)")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
@@ -46,10 +43,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add every generated page."""
-    sys.path[:0] = [
-        str(ROOT),
-        str(Path(__file__).parent),
-    ]  # here: MkDocs restores sys.path after loading a hook
+    # Not at the top of this file: MkDocs restores sys.path after loading a hook
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     import reference
 
     pages = {f"reference/{page}.md": api_page(source) for page, source in MODULES.items()}

@@ -19,11 +19,8 @@ from ortho_vit.cli.entry import HELP
 from ortho_vit.cli.main import CommandLine
 
 EXPERIMENTS = ("table1", "eigenvalues", "transport", "finetuning", "rates", "attention")
-UNUSED = (
-    "",
-    "--weights_only",
-    "--return_predictions",
-)  # options of Lightning's that the commands set themselves
+# Lightning's options that the commands set themselves
+UNUSED = ("", "--weights_only", "--return_predictions")
 PREAMBLE = """\
 # Configuration
 

@@ -21,14 +21,14 @@ Train, evaluate and use Vision Transformers with orthogonal attention.
     {program} test     --ckpt_path RUN                            the run's best checkpoint on its test set
     {program} validate --ckpt_path RUN                            ... on its validation set
     {program} predict  --ckpt_path RUN --predictions.path OUT.csv
-    {program} predict  --weights NAME --pictures FOLDER           what trained weights see in your images
-    {program} test     --weights NAME                             measure the accuracy that their card claims
+    {program} predict  --weights NAME --pictures FOLDER           classify your images with trained weights
+    {program} test     --weights NAME                             measure the accuracy on their card again
     {program} test     --weights NAME --per_class.folder OUT      and that of each class, with a confusion matrix
-    {program} export   --ckpt_path RUN --name TAG                 a run becomes such weights
-    {program} demo     --port 7860                                trained weights in the browser
+    {program} export   --ckpt_path RUN --name TAG                 turn a run into such weights
+    {program} demo     --port 7860                                try trained weights in the browser
 
     {program} models                                              the trained weights, as a table
-    {program} info | verify NAME                                  their card; whether they are what it says
+    {program} info | verify NAME                                  show their card; check them against it
     {program} onnx NAME OUT.onnx                                  write them as an ONNX model
 
 Start with   {program} --config quickstart.yaml
@@ -36,7 +36,7 @@ Start with   {program} --config quickstart.yaml
 RUN is the folder that training prints, runs/NAME/version_N, one of its checkpoints, or `best` or `last`: the newest run
 below runs/, or with --name or --config of that name.  A command without --config is configured as that run was.
 A FILE.yaml that is not in the working directory is looked up among the configurations of the package.  Several
---config compose, the later wins; a file builds on others by `base: [other.yaml]`.  Any key of a file is an option too:
+--config are merged, the later wins; a file builds on others by `base: [other.yaml]`.  Any key of a file is an option too:
 
     --model.name NAME                 the model: ortho_vit_cifar, ortho_vit_nano, ... or any of timm's
     --model.constraint within         orthonormal W^Q, W^K within each head, across heads, or null

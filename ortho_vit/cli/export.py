@@ -1,4 +1,4 @@
-"""`python train.py export`: a run becomes an entry of the zoo, weights and card, its accuracy measured again.
+"""`python train.py export`: turn a run into an entry of the zoo, weights and card, and measure its accuracy again.
 
     python train.py export --ckpt_path RUN --name TAG
 

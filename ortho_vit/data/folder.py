@@ -206,7 +206,7 @@ class ImageFolder(ImageDataModule):
                 parts[part] = self.root / found[0]
         others = any(not looks_like_a_split(name) for name in names)
         if others and "train" in parts and not folders_in(parts["train"]):
-            del parts["train"]  # it is a class, beside buses and ships
+            del parts["train"]  # it is a class, like buses and ships
         return parts
 
     @cached_property

@@ -50,8 +50,7 @@ def permutation(seed: int, stream: Stream, epoch: int, size: int) -> NDArray[np.
 def hold_out(labels: NDArray[np.int64], size: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split into (held out, rest), both sorted: exactly `size` samples are held out, every class in its proportion.
 
-    Each sample gets its place in a random order of its own class, as a share of the class; the lowest shares
-    are held out.
+    Each sample gets its place in a random order of its own class, as a share of the class; the lowest shares are held out.
     """
     noise = uniform(seed, "split", 0, np.arange(len(labels)))[:, 0]
     share = np.empty(len(labels))

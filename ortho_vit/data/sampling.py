@@ -134,8 +134,7 @@ class Loader:
     For the CPU, workers read and augment.  For another device, workers read uint8 images, which are moved to the device
     and augmented there.  Both give the same batches, to the bit on a CPU.
 
-    It holds a DataLoader instead of being one: Lightning rebuilds DataLoaders with samplers of its own, which would not
-    produce keys.
+    It holds a DataLoader and is not one: Lightning rebuilds DataLoaders with its own samplers, which do not produce keys.
 
     Args:
         device: where batches are augmented.

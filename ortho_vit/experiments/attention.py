@@ -58,7 +58,7 @@ def attend(model: nn.Module, image: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def rollout(attention: Sequence[Tensor]) -> Tensor:
-    """How much of each token (tokens, tokens) arrives after all blocks: Π ½ (A + I), heads averaged."""
+    """How much each token contributes to each after all blocks (tokens, tokens): Π ½ (A + I), heads averaged."""
     total = torch.eye(attention[0].shape[-1])
     for A in attention:
         total = (A.mean(0) + torch.eye(len(total))) / 2 @ total
@@ -92,7 +92,7 @@ def heads_of(model: nn.Module, block: int, part: str) -> Tensor:
 
 
 def measure(label: str, model: nn.Module) -> list[dict[str, Any]]:
-    """For each block, how far its heads are from multiples of orthonormal rows."""
+    """For each block, the condition number of its worst head's W^Q and W^K; 1 if rows are orthonormal."""
     rows = []
     for block in range(len(find_attention(model))):
         row: dict[str, Any] = {"weights": label, "block": block + 1}

@@ -159,7 +159,7 @@ METHODS: dict[str, Factory] = {
     "MomentumlessStiefelSGD": partial(MomentumlessStiefelSGD, lr=0.1),
 }
 STYLES: dict[str, dict[str, Any]] = {
-    "StiefelSGD": {"color": style.BLUE, "lw": 3.5, "alpha": 0.45},  # wide: others lie on it
+    "StiefelSGD": {"color": style.BLUE, "lw": 3.5, "alpha": 0.45},  # thick: others coincide with it
     "StiefelSGD, as printed": {"color": style.BLUE, "ls": "--"},
     "StiefelAdam": {"color": style.PURPLE, "lw": 3.5, "alpha": 0.45},
     "StiefelAdam, as printed": {"color": style.PURPLE, "ls": "--"},
@@ -257,7 +257,7 @@ def plot_metrics(result: Result) -> "Figure":
 
 
 def manifold(*, seed: int = 0, quick: bool = False) -> Result:
-    """Fewer Cayley loops, rarer QR, fewer polar iterations: the error they leave."""
+    """The error that remains with fewer Cayley loops, rarer QR and fewer polar iterations."""
     projected = partial(ProjectedStiefelSGD, lr=0.2, momentum=0.9)
     stiefel = partial(StiefelSGD, lr=0.1, momentum=0.9, integrator="paper")
     methods: dict[str, Factory] = {
@@ -297,7 +297,8 @@ class PolarProjectedSGD(Optimizer):
     """Projected Stiefel SGD with a polar retraction for the position and nothing done for the momentum.
 
         M ← μ M − G ;   X ← polar(X + lr · M)
-    M is never brought to the tangent space: that is the experiment.  `project` does it, and is the control.
+
+    In the experiment M is not projected to the tangent space; with `project` it is, which is the control.
     """
 
     keeps_stiefel = True
@@ -318,7 +319,7 @@ class PolarProjectedSGD(Optimizer):
 
 
 def retraction(*, seed: int = 0, quick: bool = False) -> Result:
-    """The cheap retraction outside the method it was made for."""
+    """The polar retraction in another method than StiefelSGD."""
     names = ("StiefelSGD", "ProjectedStiefelSGD", "ProjectedStiefelSGD, μ = 0")
     variant = partial(PolarProjectedSGD, momentum=0.9)
     methods: dict[str, Factory] = {
@@ -333,8 +334,8 @@ def retraction(*, seed: int = 0, quick: bool = False) -> Result:
 
 def plot_retraction(result: Result) -> "Figure":
     figure, axes = new_figure(1, 2, 4.0)
-    wide = {"color": style.GREY, "lw": 3.5, "alpha": 0.45}  # another lies on it
-    others = iter((wide, {"color": style.BLACK, "ls": "--"}, {"color": style.SKY}))
+    thick = {"color": style.GREY, "lw": 3.5, "alpha": 0.45}  # another coincides with it
+    others = iter((thick, {"color": style.BLACK, "ls": "--"}, {"color": style.SKY}))
     for label, curve in result.series.items():
         draw(axes, curve, label=label, **(STYLES.get(label) or next(others)))
     axes[0].set(xlabel="iteration", ylabel="error |f(X) − f*|")
@@ -347,7 +348,7 @@ def plot_retraction(result: Result) -> "Figure":
 
 
 def learning_rate(*, seed: int = 0, quick: bool = False) -> Result:
-    """Iterations to an error of 1e-6 against the learning rate, median of three seeds; where it overflows instead."""
+    """Iterations to an error of 1e-6 by learning rate, median of three seeds, and the rates that overflow."""
     n, m, iterations, seeds = (40, 3, 40, 1) if quick else (200, 10, 1000, 3)
     grid = [0.05, 0.5] if quick else [float(f"{10 ** (i / 4 - 3):.3g}") for i in range(17)]
     chosen = list(range(seed, seed + seeds))
@@ -383,14 +384,14 @@ def usable_rates(curve: dict[str, list[float]]) -> dict[str, float | None]:
 
 
 def plot_learning_rate(result: Result) -> "Figure":
-    """Iterations against the rate; above the line, where a method did not arrive, what happened instead."""
+    """Iterations against the rate; crosses above the line mark rates at which a method overflows."""
     figure, axes = new_figure(1, 1, 5.2)
     axis: Axes = axes
     ceiling = result.settings["iterations"]
     height = ceiling * 1.2
     rates = next(iter(result.series.values()))["lr"]
     for number, (method, curve) in enumerate(result.series.items()):
-        size = 9 if method == "ProjectedStiefelSGD, μ = 0" else 5  # another's only point lies on its only one
+        size = 9 if method == "ProjectedStiefelSGD, μ = 0" else 5  # its only point coincides with another's
         look = STYLES[method] | {"marker": style.MARKERS[number], "ms": size}
         axis.loglog(curve["lr"], curve["iterations"], label=method, **look)
         burst = [lr for lr, count in zip(curve["lr"], curve["overflowed"], strict=True) if count]

@@ -46,7 +46,7 @@ Images = tuple[Tensor, Tensor]  # images (N, 1, H, W) and their labels
 
 @dataclass(frozen=True)
 class Task:
-    """Grey images, normalised; `held_out` chooses rates, `test` is used once."""
+    """Grey images, normalised; learning rates are chosen on `held_out`, and `test` is used only for the results."""
 
     train: Images
     held_out: Images
@@ -74,7 +74,7 @@ def digits_task() -> Task:
 
 
 def mnist_task(root: Path) -> Task:
-    """With 1,000 of the test images, which are enough for the differences here."""
+    """MNIST, with 1,000 of the test images, which are enough for the differences here."""
     train, (images, labels) = (read_mnist(root, train=part) for part in (True, False))
     rows = hold_out(labels.numpy(), 1000, 0)[0]
     return Task.of(train, (images[rows], labels[rows]))

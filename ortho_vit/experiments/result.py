@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortho_vit.experiments.figure import save_figure
+from ortho_vit.files import as_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +69,7 @@ class Result:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         head = {"name": self.name, "settings": self.settings, "versions": self.versions, "table": self.table}
-        text = json.dumps(_finite(head), indent=1, ensure_ascii=False)
+        text = json.dumps(as_json(head), indent=1, ensure_ascii=False)
         (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
         if self.series:
             columns = list(next(iter(self.series.values())))
@@ -95,15 +96,6 @@ def thin(length: int) -> list[int]:
     even = (round(i * (length - 1) / (half - 1)) for i in range(half))
     log = (round(math.expm1(i * math.log(length) / (half - 1))) for i in range(half))
     return sorted({*even, *log} & set(range(length)))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def markdown(table: Sequence[Mapping[str, Any]]) -> str:

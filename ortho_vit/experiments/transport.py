@@ -1,9 +1,9 @@
 """Projection-robust Wasserstein on a corpus: every pair of its point clouds, every optimizer, one batched run each.
 
-    python -m ortho_vit.experiments.transport digits                     features of a small CNN, trained on the spot
+    python -m ortho_vit.experiments.transport digits                     features of a small CNN trained on them
     python -m ortho_vit.experiments.transport mnist --data DIR           the same on MNIST, in DIR/MNIST/raw
     python -m ortho_vit.experiments.transport shakespeare --texts DIR    word2vec of the plays in DIR/*.txt; needs gensim
-    python -m ortho_vit.experiments.transport hypercube                  Lin et al.'s fragmented hypercube, of known answer
+    python -m ortho_vit.experiments.transport hypercube                  Lin et al.'s fragmented hypercube
 
 The paper compares the methods at one learning rate each.  Here each also runs at multiples of it, so that methods are
 compared and not how well each was tuned.
@@ -67,7 +67,7 @@ class Corpus:
         return self.centre_distance() + 2 * variances.mean().item()
 
     def scaled(self, factor: float) -> "Corpus":
-        """With every squared distance multiplied by `factor`."""
+        """The same clouds with every squared distance multiplied by `factor`."""
         return replace(self, points=self.points * factor**0.5)
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -147,7 +147,7 @@ def compare(
 
 
 def plot_compare(result: Result) -> "Figure":
-    """How far each method is from the largest value that any reached: the values themselves differ too little to see."""
+    """How far each method is from the largest value that any of them reached; the values themselves look alike."""
     figure, axes = new_figure(1, 3, 3.9, sharey=True)
     top = max(row["long"] for row in result.table if row["long"] is not None)
     for method, colour in COLOURS.items():
@@ -161,7 +161,7 @@ def plot_compare(result: Result) -> "Figure":
     titles = ("the paper's learning rates", "each method's best rate", "the same, six times as long")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
-    axes[0].set(ylabel="missing to the largest value, share", ylim=(3e-4, 1.5))
+    axes[0].set(ylabel="1 − value / largest value", ylim=(3e-4, 1.5))
     legend_below(figure, axes[0], 3)
     about = "{pairs} pairs, reg {reg:g}".format(**result.settings)
     figure.suptitle(f"{result.name}: {about}, largest value {top:.4g}", fontsize=11)

@@ -94,17 +94,17 @@ class Classifier(L.LightningModule):
             differs.  To continue a run that was interrupted, use `ckpt_path` instead.
         label_smoothing: the share of the target that is spread over all classes.
         warmup_epochs: how long the learning rate rises before it falls along a cosine to 0.01 of its peak.
-        scheduler: another schedule than warm-up and cosine: the class and the arguments of a scheduler of
-            `torch.optim.lr_scheduler` or `timm.scheduler`.  Those for plateaus watch val/loss, with mode max val/accuracy.
+        scheduler: a schedule instead of warm-up and cosine: the class and the arguments of a scheduler of
+            `torch.optim.lr_scheduler` or `timm.scheduler`.  For plateaus they watch val/loss, or val/accuracy with mode max.
         scheduler_interval: whether it advances after each "epoch" or each "step"; null: by epoch, except for OneCycleLR,
-            CyclicLR and those of timm with t_in_epochs false.
+            CyclicLR and timm's schedulers with t_in_epochs false.
         param_groups: options of the optimizer for some parameters, found by name with wildcards, the first match deciding:
             `[{match: "*.qkv.weight", lr: 0.01}, {match: ["*.bias", "*norm*"], weight_decay: 0}]`.
         layer_decay: for fine-tuning: each block learns at this factor times the rate of the one after it.
         freeze: names of parameters that are not trained, with wildcards: `["patch_embed.*", "pos_embed"]`.
         skip_nonfinite: skip the optimizer steps whose loss or gradient is not finite, instead of stopping; a hundred of
             them in a row still stop the run.
-        compile: run the model through `torch.compile`: a minute or so at the start, faster steps afterwards.
+        compile: run the model through `torch.compile`: it takes about a minute at the start, and steps are faster.
 
     Gradient clipping (`trainer.gradient_clip_val`) measures gradients as autograd gives them.  For a constrained block this
     includes the part normal to the manifold, which moves nothing: the norm is overestimated, so that clipping by norm is a

@@ -142,7 +142,6 @@ def recorded_attention(model: nn.Module) -> Iterator[list[Tensor]]:
                 restored.enter_context(
                     drop.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]))
                 )
-        restored.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # compiled code would not call the hooks
+        # Compiled code would not call the hooks
+        restored.enter_context(torch.compiler.set_stance("force_eager"))
         yield record

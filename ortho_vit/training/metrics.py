@@ -1,8 +1,7 @@
 """Means over an epoch, and how a checkpoint keeps those of an epoch that is not finished.
 
 Each process sees other images and keeps its own sums.  A run that is resumed with the same number of processes restores
-them in each process, so that the means end with the same bits.  With another number of processes, the first one gets the
-totals.
+them in each process, so that the means end with the same bits.  With another number of processes, the first gets all.
 """
 
 from typing import Any

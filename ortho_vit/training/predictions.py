@@ -176,8 +176,7 @@ class PerClass(Callback):
     """Counts, during `test`, the images of each class by the class that was predicted for them.
 
     Writes three files, replacing those of an earlier test: `confusion.csv` and `confusion.png`, the confusion matrix, with
-    one row per true class and one column per predicted class; `classes.csv`, the number of images and the accuracy of
-    each class.
+    one row per true class and one column per predicted class; `classes.csv`, each class's number of images and accuracy.
 
     Args:
         folder: where to write them; null: write nothing.

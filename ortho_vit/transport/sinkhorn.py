@@ -141,15 +141,15 @@ def solve(
 
 
 def _cold_start(a: Tensor, b: Tensor, M: Tensor, max_sweeps: int) -> tuple[Tensor, int]:
-    """Potentials to start from, and the sweeps they took: those of a larger reg, brought down by fours.
+    """Potentials to start from, and the sweeps they took: solutions for a larger reg, which is divided by 4 each time.
 
-    Sinkhorn moves potentials by a few reg per sweep; where the costs span hundreds of reg this is the short way.
+    Sinkhorn moves potentials by a few reg per sweep; where the costs span hundreds of reg this needs fewer sweeps.
     """
     low, high = (end.item() for end in M.aminmax())
     psi, sweeps, heat = torch.zeros_like(b), 0, (high - low) / 50
     while heat > 4 and sweeps < max_sweeps // 2 - 100:
-        rough = solve(a, b, M / heat, psi / heat, 1e-2, 100)
-        psi, sweeps, heat = rough.psi * heat, sweeps + rough.sweeps, heat / 4
+        coarse = solve(a, b, M / heat, psi / heat, 1e-2, 100)
+        psi, sweeps, heat = coarse.psi * heat, sweeps + coarse.sweeps, heat / 4
     return psi, sweeps
 
 
@@ -157,9 +157,9 @@ class _Relaxation:
     """Over-relaxed sweeps, u ← u^(1−ω) (a / Kv)^ω, with ω fitted to the observed rate of convergence.
 
     Near the solution a sweep is a Gauss–Seidel step of rate θ < 1, so over-relaxation brings the rate to
-    ω − 1 at ω = 2 / (1 + √(1 − θ)): as many sweeps as the square root of before (Thibault et al. 2017).  θ
+    ω − 1 at ω = 2 / (1 + √(1 − θ)): the number of sweeps falls to about its square root (Thibault et al. 2017).  θ
     follows from the rate λ of the last chunk by Young's relation  (λ + ω − 1)² = λ ω² θ.  Away from the
-    solution nothing is promised: a chunk that raised the error is undone and the next ones, twice as many
+    solution this may not converge: a chunk that raised the error is undone and the next ones, twice as many
     each time, are plain sweeps, which always converge.
     """
 
@@ -189,7 +189,7 @@ def _matvec(K: Tensor, v: Tensor) -> Tensor:
 
 
 def _log_sweeps(log_a: Tensor, log_b: Tensor, M: Tensor, psi: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sinkhorn as it is written, with log-sum-exp: what the kernel form must agree with."""
+    """Sinkhorn in the log domain, with log-sum-exp; the kernel form must agree with it."""
     phi = psi  # always replaced: count ≥ 1
     for _ in range(count):
         phi = log_a - torch.logsumexp(M + psi.unsqueeze(-2), -1)

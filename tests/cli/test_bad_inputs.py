@@ -36,7 +36,7 @@ from ortho_vit.optim import ProjectedStiefelSGD, RegularizedSGD, StiefelAdam, St
 from ortho_vit.stiefel import cayley, orthogonality_error, polar, random_stiefel
 from ortho_vit.transport import RAGAS, RGAS, projection_robust_wasserstein, sinkhorn
 from tests.helpers.cifar_files import Payload, contents, pack, place
-from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot
+from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot, work_in
 from tests.helpers.image_files import class_folders, huge_png, image_file, image_folder
 from tests.helpers.zoo_weights import ABOUT, NAME, build
 
@@ -60,10 +60,7 @@ def line_of_call(call):
 @pytest.fixture
 def scenery(tmp_path, monkeypatch):
     """The folder that a scene is set in, which is also the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    (tmp_path / "digits.yaml").write_text(DIGITS)
-    return tmp_path
+    return work_in(tmp_path, monkeypatch, "digits.yaml", DIGITS)
 
 
 def fit(options=""):
@@ -173,8 +170,8 @@ COMMANDS = {
     "a folder of images for a group of options": (
         options("--images ."), "--images is a group of options.*given by --pictures FOLDER"
     ),
-    "pictures to train on": (command("fit --pictures ."), "--pictures is for predict: fit needs images with labels"),
-    "pictures for a run": (command("predict --ckpt_path last --pictures ."), "--data.predict_root FOLDER names images"),
+    "images to train on": (command("fit --pictures ."), "--pictures is for predict: fit needs images with labels"),
+    "images for a run": (command("predict --ckpt_path last --pictures ."), "--data.predict_root FOLDER names images"),
     "a group that matches nothing": (
         options("--model.param_groups \"[{match: nothing}]\""), "param_groups: no parameter is called 'nothing'"),
     "no end of training": (options("--trainer.max_epochs null"), "needs to know its end: give --trainer.max_epochs"),
@@ -252,10 +249,10 @@ YAML = {
     "no data": (on_digits("data: null"), "no data: give --data, such as ortho_vit.data.Digits"),
     "a call as a tag": (on_digits("name: !!python/object/apply:os.mkdir [ran]"), "line 2: the tag .*os.mkdir is refused"),
     "a name as a tag": (on_digits("name: !!python/name:os.mkdir"), "line 2: the tag .*os.mkdir is refused"),
-    "a class that is no data": (
+    "a class that is not a data module": (
         on_digits("data: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}"),
         "data: 'subprocess.Popen' cannot be used here: not a subclass of Light"),
-    "a class that is no optimizer": (
+    "a class that is not an optimizer": (
         on_digits("model: {optimizer: {class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}}"),
         "model.optimizer: 'subprocess.Popen' cannot be used here: not a subclass of Optimizer"),
     "a billion laughs": (config(LAUGHS), "bad.yaml has more than 10000 values, with its aliases"),
@@ -294,7 +291,7 @@ def tensors():
 
 
 def file_for(option, name, content, *more):
-    """A file of these bytes, or with what `content` makes from its path, given to an option."""
+    """A command whose option names a file: of these bytes, or of those that `content` makes from its path."""
 
     def scene(folder):
         made = content(folder / name) if callable(content) else content
@@ -387,7 +384,7 @@ def signed(change):
 
 
 def card_for(subcommand, **fields):
-    """An entry of the zoo whose card has other fields, given to a sub-command."""
+    """A sub-command for an entry of the zoo whose card has other fields."""
 
     def scene(folder):
         entry(**fields)(folder)
@@ -724,7 +721,7 @@ TENSORS = {
     "a vector for a parameter": (call(StiefelParameter, torch.ones(3)), r"of shape \(3,\): needs at least two dimensions"),
     "an empty parameter": (call(StiefelParameter, torch.ones(0, 3)), EMPTY),
     "blocks that do not divide": (call(StiefelParameter, torch.ones(5, 3), blocks=2), "divide the 5 .* rows, got 2"),
-    "blocks that are no integer": (call(StiefelParameter, ONES, blocks=2.0), "must be integers, got 2 and 2.0"),
+    "blocks that are not integers": (call(StiefelParameter, ONES, blocks=2.0), "must be integers, got 2 and 2.0"),
     "more rows than there are": (call(StiefelParameter, ONES, rows=3), r"rows must be in \[1, 2\], got 3"),
     "no parameters": (call(StiefelSGD, []), "empty parameter list"),
     "a parameter in two groups": (call(two_groups), "parameters appear in more than one parameter group"),

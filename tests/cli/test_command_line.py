@@ -2,8 +2,6 @@
 
 import csv
 import shutil
-import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +14,16 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ortho_vit.cli import entry
 from ortho_vit.cli.main import main
+from ortho_vit.data import CIFAR10
 from ortho_vit.training import Classifier
-from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot, train
+from tests.helpers.cifar_files import place
+from tests.helpers.command_line import DIGITS, REPOSITORY, refused, snapshot, train, work_in
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder to work in, with a small configuration."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    (tmp_path / "digits.yaml").write_text(DIGITS)
-    return tmp_path
+    return work_in(tmp_path, monkeypatch, "digits.yaml", DIGITS)
 
 
 @pytest.fixture(scope="module")
@@ -195,17 +192,8 @@ def test_help_is_short(capsys):
 # ------------------------------------------------------------------------------------------------- CIFAR-10, in small
 
 
-def write_cifar10(folder, images=20):
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        records = generator.integers(0, 256, (images, 3073), dtype=np.uint8)
-        records[:, 0] = np.arange(images) % 10
-        (folder / name).write_bytes(records.tobytes())
-
-
 def test_training_on_a_sample_shaped_as_cifar10(folder, capsys):
-    write_cifar10(folder / "data/cifar-10-batches-bin")
+    place(folder / "data", CIFAR10, "binary folder", per_file=20)
     small = ["--model.name", "ortho_vit_pico", "--trainer.max_epochs", "1", "--data.num_workers", "0"]
     config = REPOSITORY / "configs/paper/cifar10/within_stiefel_adam.yaml"
     assert main(["--config", str(config), "--trainer.accelerator", "cpu", *small]) == 0
@@ -217,7 +205,7 @@ def test_training_on_a_sample_shaped_as_cifar10(folder, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_tiny", "pvt_v2_b1"])
 def test_comparators_train_on_cifar10(folder, capsys, name):
-    write_cifar10(folder / "data/cifar-10-batches-bin")
+    place(folder / "data", CIFAR10, "binary folder", per_file=20)
     config = REPOSITORY / f"configs/cifar10/{name}.yaml"
     small = "--trainer.accelerator cpu --trainer.max_steps 2 --data.batch_size 8 --data.num_workers 0 --data.limit 16"
     assert main(["--config", str(config), *small.split()]) == 0
@@ -249,12 +237,9 @@ def test_ones_own_images_train_and_are_predicted(folder, capsys):
 
 
 def test_a_corrupted_archive_is_refused(folder, capsys):
-    write_cifar10(folder / "cifar-10-batches-bin")
-    (folder / "data").mkdir()
-    with tarfile.open("data/cifar-10-binary.tar.gz", "w:gz") as archive:
-        archive.add("cifar-10-batches-bin")
-    content = Path("data/cifar-10-binary.tar.gz").read_bytes()
-    Path("data/cifar-10-binary.tar.gz").write_bytes(content[: len(content) // 2])
+    archive = place(folder / "data", CIFAR10, "binary archive", per_file=20)
+    content = archive.read_bytes()
+    archive.write_bytes(content[: len(content) // 2])
     arguments = ["--config", "digits.yaml", "--data", "ortho_vit.data.CIFAR10", "--trainer.logger", "false"]
     arguments += ["--model.name", "ortho_vit_pico"]
     refused(arguments, "cifar-10-binary.tar.gz is damaged", capsys, codes=(1,))

@@ -88,7 +88,7 @@ def test_the_golden_images_are_of_the_test_set_where_that_is_asked_for(folder):
         assert labels[(images == image).flatten(1).all(1)].tolist() == [label]
 
 
-def test_fewer_classes_give_fewer_golden_pictures():
+def test_fewer_classes_give_fewer_golden_images():
     class Two:
         classes, mean, std = ("a", "b"), (0.5,), (0.25,)
 
@@ -145,8 +145,8 @@ def test_a_full_name_another_licence_and_overwriting(folder, capsys):
 
 
 def test_a_place_on_one_machine_is_not_on_the_card(folder):
-    class_folders(folder / "pictures")
-    data = f"--data ImageFolder --data.root {folder}/pictures --data.image_size 32 --data.val_size 4"
+    class_folders(folder / "images")
+    data = f"--data ImageFolder --data.root {folder}/images --data.image_size 32 --data.val_size 4"
     model = "--model.name ortho_vit_pico --name own --trainer.max_epochs 1 --trainer.default_root_dir runs"
     assert main(["--config", "digits.yaml", *data.split(), *model.split()]) == 0
     assert export(folder, "--ckpt_path", "runs/own/version_0/checkpoints/last.ckpt", "--name", "own") == 0
@@ -156,10 +156,10 @@ def test_a_place_on_one_machine_is_not_on_the_card(folder):
     assert (card.golden.labels, card.golden.pixels) == ([], "synthetic")
     assert (card.crop_pct, card.licence) == (0.875, "unknown")
     assert "root" not in card.recipe["data"]["init_args"]
-    assert list(card.accuracy) == ["val/accuracy"]  # there is no folder of test pictures
+    assert list(card.accuracy) == ["val/accuracy"]  # there is no folder of test images
     assert f"{card.accuracy['val/accuracy']:.2%} (validation)" in catalogue(folder / "zoo")
-    assert main(["test", "--weights", "ortho_vit_pico.own", "--data.root", "pictures"]) == 0
-    assert main(["predict", "--weights", "ortho_vit_pico.own", "--pictures", "pictures/cat"]) == 0
+    assert main(["test", "--weights", "ortho_vit_pico.own", "--data.root", "images"]) == 0
+    assert main(["predict", "--weights", "ortho_vit_pico.own", "--pictures", "images/cat"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -260,34 +260,32 @@ def test_integers_among_the_weights_of_a_run_are_refused(folder, capsys):
 
 
 @pytest.fixture
-def pictures(folder):
-    """Test digits as large coloured pictures, and two files that are none."""
+def images(folder):
+    """Test digits as large coloured images, and two files that are none."""
     images, labels = Digits().read(train=False)
-    (folder / "pictures/more").mkdir(parents=True)
+    (folder / "images/more").mkdir(parents=True)
     for i in range(12):
         grey = Image.fromarray(images[i, 0].numpy()).resize((64, 64), Image.Resampling.NEAREST)
-        grey.convert("RGB").save(folder / f"pictures/{'more/' if i % 2 else ''}{i:02}_{labels[i]}.png")
-    (folder / "pictures/notes.txt").write_text("no picture")
-    (folder / "pictures/damaged.jpg").write_bytes(b"no picture")
-    return folder / "pictures"
+        grey.convert("RGB").save(folder / f"images/{'more/' if i % 2 else ''}{i:02}_{labels[i]}.png")
+    (folder / "images/notes.txt").write_text("no image")
+    (folder / "images/damaged.jpg").write_bytes(b"no image")
+    return folder / "images"
 
 
 @pytest.mark.filterwarnings("ignore:ImageFolder. cannot read", "ignore:ImageFolder. skipped 2 of 14")
-def test_one_command_names_the_pictures_of_a_folder(pictures, capsys):
-    assert (
-        main(["predict", "--weights", NAME, "--pictures", "pictures", "--predictions.path", "out.csv"]) == 0
-    )
+def test_one_command_names_the_images_of_a_folder(images, capsys):
+    assert main(["predict", "--weights", NAME, "--pictures", "images", "--predictions.path", "out.csv"]) == 0
     output = capsys.readouterr().out
     assert "12 predictions in out.csv" in output
     with open("out.csv") as file:
         rows = list(csv.DictReader(file))
     assert rows[0]["file"] in output
-    assert {row["file"] for row in rows} == {str(p.relative_to(pictures)) for p in pictures.rglob("*.png")}
+    assert {row["file"] for row in rows} == {str(p.relative_to(images)) for p in images.rglob("*.png")}
     right = sum(Path(row["file"]).stem[-1] == row["class"] for row in rows)
     assert right >= 8  # of 12; a network of ten short epochs
 
 
-def test_a_picture_of_the_right_size_is_seen_as_in_the_test_set(folder):
+def test_an_image_of_the_right_size_is_seen_as_in_the_test_set(folder):
     pixels, _ = Digits().read(train=False)
     Image.fromarray(pixels[0, 0].numpy()).save("digit.png")
     assert main(["predict", "--weights", f"zoo/{NAME}.safetensors", "--pictures", "digit.png"]) == 0

@@ -161,9 +161,8 @@ def test_images_may_be_moved_and_where_to_is_recorded(trained_on_images, tmp_pat
     assert main([*AGAIN, "--data.root", "elsewhere"]) == 0
     changes = json.loads((RUN / "changes.jsonl").read_text())["changes"]
     assert changes == {"data.root": ["images", "elsewhere"], "trainer.max_epochs": [1, 2]}
-    last = str(
-        RUN / "checkpoints/last.ckpt"
-    )  # the run knows where its images are, and the card does not tell
+    last = str(RUN / "checkpoints/last.ckpt")
+    # The run knows where its images are; the card does not mention it
     assert main(["export", "--ckpt_path", last, "--name", "moved", "--folder", "zoo"]) == 0
     recipe = json.loads(Path("zoo/ortho_vit_digits.moved.json").read_text())["recipe"]
     assert recipe["changes"] == [{"step": 2, "changes": {"trainer.max_epochs": [1, 2]}}]

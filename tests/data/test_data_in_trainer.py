@@ -11,10 +11,8 @@ from PIL import Image
 from ortho_vit.data import Digits, ImageFolder
 from tests.helpers.small_run import assert_same_bits, make_classifier, make_trainer
 
-pytestmark = [
-    # of Lightning with a newer torch
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
-]
+# A warning of Lightning with a newer torch
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 class Net(L.LightningModule):

@@ -95,8 +95,8 @@ def test_autoaugment_is_close_to_torchvisions_on_pil_images():
     for image, augmented, (which, *rest) in zip(images, ours(images, numbers), numbers, strict=True):
         drawn = int(which * 25), torch.tensor(rest[:2]), (torch.tensor(rest[2:]) >= 0.5).long()
         theirs.get_params = lambda _, drawn=drawn: drawn
-        picture = torch.from_numpy(np.array(theirs(Image.fromarray(image.permute(1, 2, 0).numpy()))))
-        differences.append((picture.permute(2, 0, 1).int() - augmented.int()).abs().float().mean().item())
+        expected = torch.from_numpy(np.array(theirs(Image.fromarray(image.permute(1, 2, 0).numpy()))))
+        differences.append((expected.permute(2, 0, 1).int() - augmented.int()).abs().float().mean().item())
     assert np.median(differences) < 0.1  # of 255
     assert np.mean(differences) < 3
 

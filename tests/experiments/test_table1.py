@@ -1,40 +1,29 @@
-"""The whole of it on a few random images: real runs, one of them killed, resumed, reported."""
+"""A whole sweep on a few random images: real runs, one of them killed, resumed, reported."""
 
 import os
 import signal
 
-import numpy as np
 import pytest
 
+from ortho_vit.data import CIFAR10
 from ortho_vit.experiments.table1 import sweep as sweep_module
 from ortho_vit.experiments.table1.__main__ import main
 from ortho_vit.experiments.table1.progress import Display
 from ortho_vit.experiments.table1.rows import ROWS
 from ortho_vit.experiments.table1.runs import Sweep
+from tests.helpers.cifar_files import place
 
 TINY = ["--trainer.max_epochs", "4", "--data.batch_size", "32", "--checkpoints.every_n_steps", "1"]
 CHOSEN = ["within_stiefel_sgd", "within_stiefel_sgd_qk_mlp"]
 
 
-@pytest.fixture
-def images(tmp_path):
-    """CIFAR-10 as it is laid out, with 40 images per file."""
-    folder = tmp_path / "data" / "cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        records = generator.integers(0, 256, (40, 1 + 3072), dtype=np.uint8)
-        records[:, 0] %= 10
-        (folder / f"{name}.bin").write_bytes(records.tobytes())
-    return folder.parent
-
-
 @pytest.mark.slow
-def test_a_sweep_survives_a_kill_and_is_reported(tmp_path, images, monkeypatch, capsys):
+def test_a_sweep_survives_a_kill_and_is_reported(tmp_path, monkeypatch, capsys):
+    data = str(place(tmp_path, CIFAR10, "binary folder", per_file=40))
     plan = Sweep(tmp_path / "out", "reduced", "CIFAR10")
     killed, other = (plan.run(ROWS[name], 0) for name in CHOSEN)
     options = ["--preset", "reduced", "--out", str(tmp_path / "out")]
-    run = ["run", *options, "--root", str(images), "--seeds", "1", "--workers", "2", "--rows", *CHOSEN]
+    run = ["run", *options, "--root", data, "--seeds", "1", "--workers", "2", "--rows", *CHOSEN]
     monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.02)
 
     def kill_once_it_has_a_checkpoint(display):

@@ -43,7 +43,7 @@ def do(runs, workers=2, show=lambda: None):
 
 
 def lines(run: Run) -> list[str]:
-    """What its attempts said."""
+    """The output of its attempts."""
     said = (run.folder / "log.txt").read_text().splitlines()
     return [line for line in said if not line.startswith("$ python train.py --config")]
 
@@ -93,7 +93,7 @@ def test_the_claim_is_the_training_process_own_and_ends_when_that_is_killed(tmp_
     claimed.close()
 
 
-def test_a_run_that_is_killed_spoils_no_other_and_is_resumed_by_the_next_sweep(tmp_path):
+def test_a_run_that_is_killed_affects_no_other_and_is_resumed_by_the_next_sweep(tmp_path):
     runs = make(tmp_path, "--behave", "die", seeds=(0,))
     outcome, _ = do(runs, workers=1)
     assert outcome.failed == {run.name: "was killed by SIGKILL" for run in runs}
@@ -119,7 +119,7 @@ def test_where_everything_fails_the_sweep_gives_up(tmp_path):
     assert outcome.hopeless
 
 
-def test_an_error_of_an_earlier_attempt_is_not_told_again(tmp_path):
+def test_an_error_of_an_earlier_attempt_is_not_reported_again(tmp_path):
     (run,) = make(tmp_path, "--behave", "fail", rows=["none_sgd"], seeds=(0,))
     do([run])
     with (run.folder / "log.txt").open("a") as log:
@@ -174,7 +174,7 @@ def test_a_run_that_another_sweep_began_meanwhile_is_not_taken_over(tmp_path):
 
 
 def test_a_configuration_without_checkpoint_is_not_kept(tmp_path):
-    """It may be another one's; a run that was killed before its first checkpoint starts from scratch."""
+    """It may be another run's; a run that was killed before its first checkpoint starts from scratch."""
     (run,) = make(tmp_path, rows=["none_sgd"], seeds=(0,))
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").write_text("old: true")
@@ -201,7 +201,7 @@ def test_the_overview_says_what_runs_where_it_is_and_how_long_it_will_take(tmp_p
         '{"epoch": 1, "epochs": 4, "step": 5, "steps": 20, "seconds": 300}'
     )
     first, second = overview(runs)
-    # 60 s a step, 15 steps of one run and 20 of the other to go
+    # 60 s per step, 15 steps of one run and 20 of the other to go
     assert first == "0 of 2 runs done, 1 running, 1 left, about 35 min to go"
     assert second.startswith("  none_sgd/seed0  epoch 2/4  step 5/20")
     lock.close()

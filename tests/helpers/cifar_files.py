@@ -12,14 +12,14 @@ from ortho_vit.data import CIFAR10
 PER_FILE = 8
 
 
-def contents(dataset, layout):
+def contents(dataset, layout, per_file=PER_FILE):
     """Every file of a small official layout: the same images in each."""
     rng = np.random.default_rng(0)
     files = {}
     for name in layout.train + layout.test:
-        pixels = rng.integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
-        labels = rng.integers(0, len(dataset.classes), PER_FILE)
-        coarse = rng.integers(0, 20, PER_FILE)
+        pixels = rng.integers(0, 256, (per_file, 3072), dtype=np.uint8)
+        labels = rng.integers(0, len(dataset.classes), per_file)
+        coarse = rng.integers(0, 20, per_file)
         if name.endswith(".bin"):
             columns = [labels] if dataset is CIFAR10 else [coarse, labels]
             files[name] = np.column_stack([*columns, pixels]).astype(np.uint8).tobytes()
@@ -38,11 +38,11 @@ def pack(path, files):
             tar.addfile(member, io.BytesIO(content))
 
 
-def place(root, dataset, form):
+def place(root, dataset, form, per_file=PER_FILE):
     """Put a small data set below root in one of the forms it may have, and return the path that has it."""
     kind, where = form.split()
     layout = dataset.layouts[["binary", "python"].index(kind)]
-    files = contents(dataset, layout)
+    files = contents(dataset, layout, per_file)
     root.mkdir(exist_ok=True)
     if where == "archive":
         path = root / layout.archive

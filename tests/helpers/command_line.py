@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ data:
 trainer: {max_epochs: 2, accelerator: cpu, devices: 1}
 """
 ONE_EPOCH = DIGITS.replace("max_epochs: 2", "max_epochs: 1")  # of three steps
+
+
+def work_in(folder: Path, patch: pytest.MonkeyPatch, name: str, config: str) -> Path:
+    """Make `folder`, with a configuration in it, the working directory of what was started as `train.py`."""
+    patch.chdir(folder)
+    patch.setattr(sys, "argv", ["train.py"])
+    (folder / name).write_text(config)
+    return folder
 
 
 def work_in_copy(trained: Path, folder: Path, patch: pytest.MonkeyPatch) -> Path:

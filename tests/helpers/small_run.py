@@ -1,18 +1,15 @@
 """What the training tests share: a small run in a folder of its own."""
 
-import io
-import tarfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
-from ortho_vit.data import CIFAR10, Digits
+from ortho_vit.data import Digits
 from ortho_vit.optim import StiefelSGD
 from ortho_vit.training import Checkpoints, Classifier, History, OrthogonalityMonitor
 
@@ -50,19 +47,6 @@ def make_trainer(
 
 def digits(**kwargs: Any) -> Digits:
     return Digits(**{"batch_size": 32, "limit": 128} | kwargs)
-
-
-def write_cifar10(root: Path, per_file: int) -> None:
-    """A small archive of the official binary layout, of random images."""
-    layout, rng = CIFAR10.layouts[0], np.random.default_rng(0)
-    with tarfile.open(root / layout.archive, "w:gz") as archive:
-        for name in layout.train + layout.test:
-            pixels = rng.integers(0, 256, (per_file, 3072), dtype=np.uint8)
-            labels = rng.integers(0, 10, per_file, dtype=np.uint8)
-            content = np.column_stack([labels, pixels]).tobytes()
-            member = tarfile.TarInfo(f"{layout.folder}/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
 
 
 def assert_same_bits(a, b, where=""):

@@ -40,7 +40,7 @@ def test_what_is_stepped_by_nobody_by_two_or_by_a_stranger_is_said():
     assert both.problems == [f"1.{part}: 2 parameter groups step it" for part in ("weight", "bias")]
 
 
-def test_an_average_is_put_back_on_the_manifold():
+def test_an_average_is_projected_onto_the_manifold():
     model = network()
     optimizer = optim.StiefelSGD(model.parameters(), lr=0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))

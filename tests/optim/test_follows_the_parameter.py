@@ -24,7 +24,7 @@ def train(layers, optimizer, steps):
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", EXACT)
-def test_blocks_that_are_cut_anew_are_stepped_as_they_are_cut(name, foreach):
+def test_blocks_that_are_cut_differently_are_stepped_as_they_are_cut(name, foreach):
     torch.manual_seed(0)
     layers = [constrain(nn.Linear(16, 8), blocks=4) for _ in range(2)]
     parameters = [p for layer in layers for p in layer.parameters()]

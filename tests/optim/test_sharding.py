@@ -76,7 +76,7 @@ def check_bits(ranks: int) -> None:
 
 
 def check_resume(ranks: int) -> None:
-    """A sharded run goes on from a whole state, and a whole one from a sharded run's."""
+    """A sharded run continues from a whole state, and an unsharded one from a sharded run's state."""
     for first, then in ((True, False), (False, True), (True, True)):
         whole, one = train("StiefelSGD", steps=20)
         step(one, whole, range(20, 25))

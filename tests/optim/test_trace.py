@@ -1,4 +1,4 @@
-"""StiefelSGD goes on where version 0.1 went: fifty steps, recorded with it in float32."""
+"""StiefelSGD follows the path of version 0.1: fifty steps, recorded with it in float32."""
 
 from pathlib import Path
 

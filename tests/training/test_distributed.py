@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from ortho_vit.models import create_model
 from ortho_vit.stiefel import orthogonality_error
+from tests.helpers.command_line import REPOSITORY
 from tests.helpers.small_run import assert_same_bits, digits
-
-REPOSITORY = Path(__file__).parents[2]
 
 TRAIN = """
 import ortho_vit

@@ -33,10 +33,10 @@ def weights(tmp_path, monkeypatch):
     monkeypatch.setenv("ORTHO_VIT_CHECKPOINTS", "zoo")
     generator = np.random.default_rng(0)
     for label in ("cat", "dog"):
-        (tmp_path / "pictures" / label).mkdir(parents=True)
+        (tmp_path / "images" / label).mkdir(parents=True)
         for i in range(6):
             pixels = generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / f"pictures/{label}/{i}.png")
+            Image.fromarray(pixels).save(tmp_path / f"images/{label}/{i}.png")
     about = {"classes": list("abcdefghij"), "data": "letters", "mean": [0.5] * 3, "std": [0.2] * 3}
     about |= {"accuracy": {"test/accuracy": 0.1}, "command": "none", "optimizer": {}, "recipe": {}}
     model = create_model("ortho_vit_nano")
@@ -63,7 +63,7 @@ def test_digits_are_learnt_from_weights_of_cifar10(weights, capsys):
 @pytest.mark.parametrize("freeze", [False, True])
 def test_own_images_are_learnt_from_weights_of_the_zoo(weights, freeze):
     path = CONFIGS / "imagefolder_nano.yaml"
-    arguments = ["--config", str(path), *SMALL.split(), "--data.root", "pictures", "--data.val_size", "4"]
+    arguments = ["--config", str(path), *SMALL.split(), "--data.root", "images", "--data.val_size", "4"]
     if freeze:  # as the file's own comment says
         line = next(line for line in path.read_text().splitlines() if "--model.freeze" in line)
         patterns = line.split("'")[1]
@@ -76,7 +76,7 @@ def test_own_images_are_learnt_from_weights_of_the_zoo(weights, freeze):
 
 
 def test_the_same_in_ten_lines_of_python(weights):
-    data = ImageFolder("pictures", image_size=32, batch_size=4, val_size=4)
+    data = ImageFolder("images", image_size=32, batch_size=4, val_size=4)
     optimizer = partial(StiefelAdam, lr=2e-3)
     model = Classifier(
         "ortho_vit_nano", optimizer, weights=NAME, num_classes=2, layer_decay=0.75, freeze=["patch_embed.*"]

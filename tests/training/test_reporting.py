@@ -1,4 +1,4 @@
-"""What a run says while it goes on, and that it goes on where its log cannot be written."""
+"""What a run prints, and that it continues where its log cannot be written."""
 
 import shutil
 import sys

@@ -17,8 +17,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from ortho_vit import optim
 from ortho_vit.data import CIFAR10
 from ortho_vit.training import Checkpoints, History, OrthogonalityMonitor, WeightAveraging
+from tests.helpers.cifar_files import place
 from tests.helpers.command_line import REPOSITORY
-from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_classifier, write_cifar10
+from tests.helpers.small_run import BadImage, assert_same_bits, digits, make_classifier
 
 
 class KeepAll(Checkpoints):
@@ -137,7 +138,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, step, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_augmented_images_are_the_same_after_resuming(tmp_path, num_workers):
-    write_cifar10(tmp_path, per_file=20)
+    place(tmp_path, CIFAR10, "binary archive", per_file=20)
     data = {
         "root": str(tmp_path),
         "batch_size": 16,
@@ -202,7 +203,7 @@ def finish(process):
 def test_killed_twice_and_resumed_by_the_same_command(tmp_path, num_workers, devices, strategy):
     text = COMMAND.replace("NUM_WORKERS", str(num_workers))
     text = text.replace("DEVICES", str(devices)).replace("STRATEGY", strategy)
-    write_cifar10(tmp_path, per_file=100)
+    place(tmp_path, CIFAR10, "binary archive", per_file=100)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.yaml").write_text(text)

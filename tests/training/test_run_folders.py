@@ -1,4 +1,4 @@
-"""A folder belongs to one run: two never share one, and a run that goes on is not resumed a second time."""
+"""A folder belongs to one run: two never share one, and a run that is active is not resumed a second time."""
 
 import copy
 import errno

@@ -19,7 +19,7 @@ from ortho_vit.cli.main import main
 from ortho_vit.data import Digits
 from ortho_vit.training import Classifier, stopping
 from ortho_vit.training.stopping import Signals, Stopped, signals
-from tests.helpers.command_line import REPOSITORY
+from tests.helpers.command_line import REPOSITORY, work_in
 from tests.helpers.small_run import assert_same_bits, digits, make_classifier, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -42,10 +42,7 @@ trainer: {max_epochs: 2, accelerator: cpu, devices: 1, enable_progress_bar: fals
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder to work in, with a configuration of 2 epochs of 6 steps."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    return tmp_path
+    return work_in(tmp_path, monkeypatch, "run.yaml", CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.progress import Display, overview
 from ortho_vit.experiments.table1.records import collect, restore, sweeps_in
 from ortho_vit.experiments.table1.rows import CONTROLS, DATA, GROUPS, choose, select
-from ortho_vit.experiments.table1.runs import REPOSITORY, Run, Sweep
+from ortho_vit.experiments.table1.runs import Run, Sweep
 from ortho_vit.experiments.table1.sweep import HOPELESS, sweep, visible_gpus
 from ortho_vit.files import lock, write_json
 
@@ -157,8 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = tuple(arguments[split + 1 :])
     try:
         options = make_parser().parse_args(arguments[:split])
-        if not (REPOSITORY / "configs" / "paper").is_dir():
-            raise UsageError(f"no configs/paper in {REPOSITORY}; run this from a clone of the repository")
         if options.command in ("status", "report"):
             recalled = recall(options)
             overrides = overrides or recalled

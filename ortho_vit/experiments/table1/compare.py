@@ -1,7 +1,7 @@
 """Means, spreads and paired differences of test errors, in percent.
 
-Several comparisons are corrected after Bonferroni: p is multiplied by their number m, and intervals cover with
-probability 1 − 0.05/m each, so that all of them hold together with probability 0.95.
+Several comparisons have the Bonferroni correction: p is multiplied by their number m, and each interval has a level of
+1 − 0.05/m, so that all of them hold together with probability 0.95.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""A run: a row and a seed in a folder of its own.
+"""A run: one row and one seed, in its own folder.
 
-run.json        row, seed and the arguments that make the run what it is
+run.json        row, seed and arguments
 config.yaml     the whole configuration
 checkpoints/    last.ckpt, from which it resumes exactly
-progress.json   where it is
+progress.json   how far it is
 result.json     written once, at its end; a run that has one is done
 log.txt         its output
 lock            held by an OS lock (flock) while the run trains; the system releases it however the process ends
@@ -27,7 +27,8 @@ from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.rows import ROWS, Row
 from ortho_vit.files import try_lock, write_json
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[3]  # of a clone; an installed package has no train.py there
+INSTALLED = ("-c", "import sys; from ortho_vit.cli.entry import main; sys.exit(main())")
 
 PROMPT = "$ python train.py "  # before each attempt in the log
 
@@ -154,11 +155,11 @@ class Run:
                 log.write(f"{PROMPT}{shlex.join(arguments)}\n")
                 log.flush()
                 process = subprocess.Popen(
-                    [sys.executable, "train.py", *arguments],
+                    [sys.executable, *(("train.py",) if in_clone() else INSTALLED), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    cwd=REPOSITORY,
+                    cwd=REPOSITORY if in_clone() else self.folder,  # configurations are found from any folder
                     env=environment,
                     pass_fds=(lock.fileno(),),
                     start_new_session=True,  # Ctrl-C is for the sweep, which then stops its runs
@@ -190,8 +191,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def in_clone() -> bool:
+    return (REPOSITORY / "train.py").is_file()
+
+
 def commit() -> str | None:
-    """The commit of the code, with "-dirty" if it has uncommitted changes; None outside of git."""
+    """The commit of the code, with "-dirty" if it has uncommitted changes; None outside of a clone."""
+    if not in_clone():
+        return None
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
