@@ -148,8 +148,8 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
     """The nearest orthonormal matrix, (X Xᵀ)^(−1/2) X, to working precision for any X of full rank.
 
     Near the manifold (‖X Xᵀ − I‖ < 0.3) this is one or two iterations, each of which takes the Gram matrix, an m × m
-    product and one more to apply the factor.  Farther away a singular value decomposition in float64 comes first.  Which
-    of the two is decided by a look at the distances from the host.
+    product and one more to apply the factor.  Farther away a singular value decomposition in float64 comes first.  The
+    host reads the distances to choose between the two.
 
     `inner_steps` fixes the number of Newton–Schulz iterations instead (the paper's Algorithm 3): the host looks at
     nothing, and the error is whatever that many iterations leave.
@@ -164,9 +164,9 @@ def polar(X: Tensor, *, inner_steps: int | None = None) -> Tensor:
         D = gram_deviation(X)
         if inner_steps is not None:
             return torch.baddbmm(X, newton_schulz(D, inner_steps), X).to(dtype).view(shape)
-        far = ~(frobenius(D) < 0.3)
-        if far.any():
-            X = polar_svd(X, far.flatten())
+        inaccurate = ~(frobenius(D) < 0.3)
+        if inaccurate.any():
+            X = polar_svd(X, inaccurate.flatten())
             D = gram_deviation(X)
         while ((distance := frobenius(D)) > SMALL[0]).any():
             R = (D * -0.5).add_(symmetric_matmul(D, D), alpha=0.375)  # turns ‖D‖ into 5/8 ‖D‖³
@@ -186,18 +186,18 @@ def identity(X: Tensor) -> Tensor:
     return torch.eye(X.shape[-2], dtype=X.dtype, device=X.device)
 
 
-def polar_svd(X: Tensor, far: Tensor) -> Tensor:
-    """Replace the matrices of X that are `far` by their polar factors, from a singular value decomposition in float64."""
+def polar_svd(X: Tensor, chosen: Tensor) -> Tensor:
+    """Replace the `chosen` matrices of X by their polar factors, from a singular value decomposition in float64."""
     if not X.isfinite().all():
         raise ValueError("polar: the matrix has entries that are not finite")
-    chosen = X[far] if X.device.type == "mps" else X[far].double()
-    P, sigma, Qh = torch.linalg.svd(chosen, full_matrices=False)
-    if (sigma[..., -1] <= sigma[..., 0] * torch.finfo(chosen.dtype).eps * max(X.shape[-2:])).any():
+    matrices = X[chosen] if X.device.type == "mps" else X[chosen].double()
+    P, sigma, Qh = torch.linalg.svd(matrices, full_matrices=False)
+    if (sigma[..., -1] <= sigma[..., 0] * torch.finfo(matrices.dtype).eps * max(X.shape[-2:])).any():
         raise ValueError(
             f"polar: the matrix is rank-deficient (singular values from {sigma[..., -1].min():.3g} to "
             f"{sigma[..., 0].max():.3g}): no orthonormal matrix is nearest to it"
         )
-    return X.masked_scatter(far[..., None, None], (P @ Qh).to(X.dtype))
+    return X.masked_scatter(chosen[..., None, None], (P @ Qh).to(X.dtype))
 
 
 @contextlib.contextmanager
@@ -284,9 +284,9 @@ def inverse_sqrt(D: Tensor, D2: Tensor | None = None, *, host: bool = True) -> T
     Only the deviation from I is computed, so its error is relative to the *deviation*: X + R̃X rounds each entry of X
     once, where (I + R̃)X would round it m times.
 
-    A small D, as nearly every training step has it, needs only the first terms of a polynomial: how many, depends on each
-    matrix alone, by its ρ = √‖D²‖ ≥ ‖D‖₂.  `host` lets the host look at the largest of the batch, to leave out what no
-    matrix needs; that changes no bit of the result.  float64 adds one Newton–Schulz iteration, which squares the error.
+    A small D, as in nearly every training step, needs only the first terms of a polynomial.  The number of terms of each
+    matrix depends on its own ρ = √‖D²‖ ≥ ‖D‖₂ alone.  With `host`, the host reads the largest ρ of the batch and skips
+    terms that no matrix needs, which changes no bit.  float64 adds one Newton–Schulz iteration, which squares the error.
     """
     D2 = symmetric_matmul(D, D) if D2 is None else D2
     size = frobenius(D2)  # ρ²

@@ -63,7 +63,8 @@ class Audit:
 def audit(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> Audit:
     """A table of every parameter of a model: constrained or free, by which rule and rate it moves, and how exactly.
 
-    It says which constrained parameters no optimizer of `ortho_vit.optim` steps, or two do, and what does not move at all.
+    It reports constrained parameters that no optimizer of `ortho_vit.optim` steps, parameters that two optimizers step, and
+    parameters that do not move at all.
 
         print(audit(model, optimizer))
     """

@@ -170,7 +170,7 @@ class StiefelOptimizer(Optimizer):
             ) from None
 
     def name_of(self, parameter: Tensor) -> str:
-        """How messages call a parameter: by name where the optimizer was given `named_parameters()`."""
+        """The name of a parameter in messages: its own where the optimizer was given `named_parameters()`."""
         for i, group in enumerate(self.param_groups):
             for j, p in enumerate(group["params"]):
                 if p is parameter:
@@ -388,7 +388,7 @@ class StiefelOptimizer(Optimizer):
         for i, (p, layout) in enumerate(zip(params, layouts, strict=True)):
             state = self.state[p]
             if "master" in state:
-                master = state["master"]  # what somebody else has written to p counts
+                master = state["master"]  # values that other code has written to p are kept
                 master.copy_(torch.where(master.to(p.dtype) == p, master, p))
                 narrow.append((p, master))
             if layout is None:
@@ -404,7 +404,7 @@ class StiefelOptimizer(Optimizer):
             free += batch.free_parts()
         if free:
             self.free_rule.step(free, group, capturable)
-        free.clear()  # and with it the gradients of free rows
+        free.clear()  # releases the gradients of free rows
         for batch in batches:
             norm = None if capturable else max(norms[p] for p in batch.parameters)
             self._step_batch(batch, group, norm)
@@ -436,10 +436,10 @@ class StiefelOptimizer(Optimizer):
             before = X.clone() if lr == 0 else None
             try:
                 self.block_rule.move(X, G, state, lr, group, norm, scratch)
-            except (ValueError, torch.linalg.LinAlgError):  # nothing finite, or of full rank, is left
+            except (ValueError, torch.linalg.LinAlgError):  # the result is not finite or has lost its rank
                 if not shared:
                     raise self._overflow(batch.parameters[0]) from None
-                X.fill_(math.nan)  # which all ranks will see
+                X.fill_(math.nan)  # all ranks will see it
             if before is not None:
                 X.copy_(before)  # to the bit
 

@@ -105,7 +105,7 @@ def joined(states: list[State], key: str) -> Tensor:
 
 
 def _are_pieces(pieces: list[Tensor], whole: Tensor) -> bool:
-    """Whether these are, in this order, all there is of a contiguous tensor."""
+    """Whether the pieces, in this order, make up the whole of a contiguous tensor."""
     size = pieces[0].numel()
     return (
         whole.is_contiguous()

@@ -15,7 +15,7 @@ from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
 State = dict[str, Any]
-# For each hyper-parameter: what must hold of its value in a parameter group, and that in words
+# For each hyper-parameter: a test of its value within a parameter group, and the rule in words
 Checks = dict[str, tuple[Callable[[Any, Group], bool], str]]
 
 

@@ -1,7 +1,7 @@
 """Momentum Stiefel SGD and Adam (Kong, Wang & Tao, ICLR 2023), and how a step is computed.
 
 Two ideas keep a step exact without special cases.  *Whatever must hold of X at the end of a step is measured at the end
-of the step*: X Xᵀ is never assumed to be I, and what rounding (or somebody else) did to X is removed by the retraction
+of the step*: X Xᵀ is never assumed to be I, and what rounding (or other code) did to X is removed by the retraction
 that the step needs anyway.  *Momentum is projected where it acts, not where it is stored.*
 
 Blocks are rows, X (B, m, n) with m < n; notation as in `ortho_vit.stiefel`.  η is the learning rate, μ the momentum,
@@ -56,7 +56,7 @@ Integrator = Literal["isometric", "paper"]
 Rate = float | Tensor
 
 METRICS = {"canonical": 0.5, "euclidean": 0.0}
-FAR = 0.655  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 0.8²
+FARTHEST = 0.655  # the ρ(Y Yᵀ − I) beyond which Y was not made by a step from the manifold; a step's own is at most 0.8²
 
 
 # ------------------------------------------------------------------------------------------------------ the pieces
@@ -105,12 +105,12 @@ def deviation(Y: Tensor) -> tuple[Tensor, Tensor]:
 def retract(X: Tensor, Y: Tensor, D: Tensor, D2: Tensor, host: bool) -> tuple[Tensor, Tensor]:
     """Write the polar factor of Y into X; returns D = Y Yᵀ − I and R̃.
 
-    A step from the manifold has ‖D‖₂ ≤ 0.64.  A Y that is farther off, because somebody wrote X, is first scaled to
+    A step from the manifold has ‖D‖₂ ≤ 0.64.  A Y that is farther off, because other code wrote X, is first scaled to
     ‖Y‖₂ ≤ 1, and reaches its polar factor over several steps.
     """
     bound = frobenius(D2).sqrt_()
-    if not (host and float(bound.amax()) <= FAR):
-        k2 = F.threshold(bound, FAR, 0.0).add_(1).reciprocal_()  # 1 where ρ(D) ≤ FAR, else 1/(1 + ρ(D))
+    if not (host and float(bound.amax()) <= FARTHEST):
+        k2 = F.threshold(bound, FARTHEST, 0.0).add_(1).reciprocal_()  # 1/(1 + ρ(D)); 1 where ρ(D) is less
         Y.mul_(k2.sqrt())
         D2 = symmetric_matmul(add_to_diagonal(D.mul_(k2), k2 - 1), D)
     R = inverse_sqrt(D, D2, host=host)
@@ -240,7 +240,7 @@ def adam_step(
 def transport_(U: Tensor, X: Tensor) -> Tensor:
     """U projected at X and rescaled to its own norm, in place.
 
-    X turned by at most 39° since U was made, so the factor is at most 1.3; it is more only where somebody wrote X.
+    X turned by at most 39° since U was made, so the factor is at most 1.3; it is larger only where other code wrote X.
     """
     before = frobenius(U)
     U.baddbmm_(torch.bmm(U, X.mT), X, alpha=-1)

@@ -16,7 +16,7 @@ from ortho_vit.stiefel import identity
 def cayley_step(X: Tensor, G: Tensor, lr: float | Tensor, host: bool) -> None:
     """Move X (B, m, n) against G along the Cayley curve, in place.
 
-    The gradient is taken at unit norm and its norm given to the learning rate, which changes nothing but keeps the linear
+    The gradient is divided by its norm and the learning rate multiplied by it, which changes nothing but keeps the linear
     system balanced.  What the solve rounds is removed by a retraction, as in `ortho_vit.optim.momentum`; so that it remains
     small, a step is not longer than η‖G‖ = ε^(−1/2), where the curve has long arrived.
     """

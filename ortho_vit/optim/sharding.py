@@ -1,8 +1,8 @@
 """Each process of a data-parallel run steps its share of the constrained blocks, and all exchange what they computed.
 
 Gradients are equal on all ranks, so any rank can step any block.  A rank steps a contiguous share of all blocks, cut so
-that every rank has the same cost up to one block; one all-gather then gives everyone everything.  A block is stepped by
-the operations that would have stepped it otherwise, so the result is the same to the bit, and replicas stay equal.
+that every rank has the same cost up to one block; one all-gather then copies every block to all ranks.  A block is stepped
+by the same operations as without sharding, so the result is the same to the bit, and replicas stay equal.
 """
 
 from bisect import bisect_left
@@ -118,7 +118,7 @@ class Sharding:
         return (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
 
     def exchange(self) -> StiefelParameter | None:
-        """Give the blocks stepped here to the other ranks, and take theirs.  Returns a parameter that is not finite."""
+        """Exchange the blocks that each rank has stepped.  Returns a parameter that is not finite, or None."""
         alike: dict[Any, list[StiefelParameter]] = {}
         for p in self.bounds:
             if p.grad is not None:

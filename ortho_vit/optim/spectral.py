@@ -1,4 +1,4 @@
-"""Stiefel Muon: steps of one length in every direction, on the manifold.
+"""Stiefel Muon: steps of equal length in every direction, on the manifold.
 
 Muon (Jordan et al., 2024) replaces the momentum of a weight by the nearest matrix with equal singular values, msign.  Here
 constrained blocks move by the same idea: the momentum M is projected to the tangent space at X, and
@@ -78,7 +78,7 @@ class MuonRule(FreeRule):
 
 
 class SpectralRule(BlockRule):
-    """Steps of one length in every direction, retracted."""
+    """Steps of equal length in every direction, retracted."""
 
     def new_state(self, X: Tensor) -> State:
         return {"M": torch.zeros_like(X, memory_format=torch.contiguous_format)}
