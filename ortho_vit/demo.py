@@ -229,9 +229,9 @@ def build_app() -> Any:
     return app
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], program: str = "ortho-vit demo") -> int:
     """Serve the page until Ctrl-C; the exit code."""
-    parser = argparse.ArgumentParser("ortho-vit demo", description="Trained weights in the browser.")
+    parser = argparse.ArgumentParser(program, description="Trained weights in the browser.")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )

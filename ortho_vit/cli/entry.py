@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[0] == "demo":
         from ortho_vit.demo import main as demo
 
-        return demo(arguments[1:])
+        return demo(arguments[1:], f"{program()} demo")
     gc.disable()  # the imports create no garbage, and searching for it takes a quarter of the start-up time
     try:
         from ortho_vit.cli.main import main as run

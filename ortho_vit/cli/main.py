@@ -94,7 +94,11 @@ class CommandLine(LightningCLI):
                 "num_sanity_val_steps": 0,
             },
             seed_everything_default=0,
-            parser_kwargs={"exit_on_error": False, "prog": f"{program()} {self.command}"},
+            parser_kwargs={
+                "exit_on_error": False,
+                "prog": f"{program()} {self.command}",
+                "description": f"Every option of `{self.command}`; `{program()} --help` has examples.",
+            },
             auto_configure_optimizers=False,
             args=options,
             run=False,
