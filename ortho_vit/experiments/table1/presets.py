@@ -74,6 +74,8 @@ AUGMENTED = (
     "--data.val_size", "40000",
     "--checkpoints.every_n_steps", "50",
 )  # fmt: skip
+# The same, with the error on 10,000 of the others after the last epoch: what other learning rates would do.
+AUGMENTED_RATES = (*AUGMENTED, "--trainer.check_val_every_n_epoch", "60", "--trainer.limit_val_batches", "79")
 LONG = (
     *SHARED,
     "--trainer.accelerator", "cpu",
@@ -90,6 +92,7 @@ PRESETS = {
     "few": Preset(8, FEW, ("contrasts", "rates", "exploratory")),
     "stability": Preset(1, STABILITY, ("largest-rate",)),
     "augmented": Preset(4, AUGMENTED),
+    "augmented-rates": Preset(1, AUGMENTED_RATES, ("rates",)),
     "brief": Preset(5, REDUCED),  # meant for CIFAR-100
     "long": Preset(2, LONG),
 }
