@@ -186,8 +186,9 @@ def contrasts(results: Sequence[Result]) -> "Figure":
         edge = min(max(mean, -WIDEST), WIDEST)
         axis.errorbar(mean, height, xerr=width, fmt="s", color=colour, capsize=4)
         if mean != edge:
-            axis.plot(edge, height, ">" if mean > 0 else "<", color=colour, ms=9, clip_on=False)
-            axis.annotate(f"{mean:+.1f}", (edge, height), (-8, 6), textcoords="offset points", ha="right")
+            arrow, side, inwards = (">", "right", -8) if mean > 0 else ("<", "left", 8)
+            axis.plot(edge, height, arrow, color=colour, ms=9, clip_on=False)
+            axis.annotate(f"{mean:+.1f}", (edge, height), (inwards, 6), textcoords="offset points", ha=side)
         seeds = f"{paired.n} seed{'s' * (paired.n > 1)}" + ", reference" * (name not in CONTROLS)
         labels.append(
             f"{result.settings['preset']}, {result.settings['data']}: {ROWS[name].method} ({seeds})"
