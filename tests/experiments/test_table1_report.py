@@ -11,6 +11,7 @@ from torch import nn
 
 import ortho_vit
 from ortho_vit.cli.main import CommandLine
+from ortho_vit.errors import UsageError
 from ortho_vit.experiments.figure import new_figure
 from ortho_vit.experiments.result import Result, load
 from ortho_vit.experiments.table1 import __main__ as command_module
@@ -46,6 +47,7 @@ from ortho_vit.training.recorder import Recorder
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
+FEW = PRESETS["few"]
 
 
 def entry(row: str, seed: int, error: float | None, **other) -> dict:
@@ -89,9 +91,9 @@ def test_groups_share_the_runs_they_have_in_common():
     assert count("all") == 48 + 15 + 10 + 2 + 3
     assert count(preset="few") == count("contrasts") == 5 * 3
     # a rate that was chosen is there already; Adam, AdamW and StiefelAdam are rows of the table
-    assert count("rates") == 5 * 3
-    assert count("contrasts", "rates") == 5 * 3 + 5 * 2
-    assert count("all", preset="few") == 5 * 3 + 5 * 2 + 3 + 10
+    assert count("rates") == 5 * 5
+    assert count("contrasts", "rates") == 5 * 3 + 5 * 4
+    assert count("all", preset="few") == 5 * 3 + 5 * 4 + 3 + 10
 
 
 def test_rows_are_chosen_by_pattern_from_all_groups():
@@ -446,7 +448,7 @@ def test_the_page_has_the_tables_of_the_results_beside_it():
 def contrasted(*errors: dict[str, float]) -> Result:
     """A result of the preset `few`, one dictionary of test errors by row for each seed."""
     runs = [
-        entry(chosen(row), seed, error, train_accuracy=0.9, val_accuracy=0.4)
+        entry(chosen(row, FEW), seed, error, train_accuracy=0.9, val_accuracy=0.4)
         for seed, of_seed in enumerate(errors)
         for row, error in of_seed.items()
     ]
@@ -479,23 +481,35 @@ def test_rates_are_compared_on_held_out_images_of_one_seed():
     ]
     result = Result("few-cifar10", {"preset": "few", "data": "CIFAR10"}, table=runs)
     line = next(line for line in tables.rates_table(result).splitlines() if ROWS[name].label in line)
-    assert line.split(" | ")[2:5] == ["70.00", "60.00", "–"]
+    assert line.split(" | ")[2:6] == ["–", "–", "70.00", "60.00"]
 
 
 def test_the_chosen_rates_are_the_best_of_the_results():
-    path = DOCS / "table1" / "few-cifar10.json"
-    result = load(path.parent, path.stem)
-    for name in CONTRASTED:
-        errors = {f: held_out_error(result, at_rate(name, f)) for f in CONTRAST_FACTORS}
-        if all(error is not None for error in errors.values()):
-            assert chosen(name) == at_rate(name, min(errors, key=errors.get))
+    results = [load(path.parent, path.stem) for path in (DOCS / "table1").glob("*.json")]
+    rated = {name: r for r in results if "rates" in PRESETS[name := r.settings["preset"]].groups}
+    assert "few" in rated
+    for name, result in rated.items():
+        assert PRESETS[name].rates == name
+        for row in CONTRASTED:
+            errors = {f: held_out_error(result, at_rate(row, f)) for f in CONTRAST_FACTORS}
+            if errors := {factor: error for factor, error in errors.items() if error is not None}:
+                assert chosen(row, PRESETS[name]) == at_rate(row, min(errors, key=errors.get))
+
+
+def test_validation_does_not_make_runs_different(tmp_path):
+    run = Sweep(tmp_path, "augmented", "CIFAR10").run(ROWS["none_sgd"], 0)
+    text = " ".join(run.arguments)
+    without = text.replace("--trainer.limit_val_batches 79", "--trainer.limit_val_batches 0")
+    run.check({"arguments": without.replace("--trainer.check_val_every_n_epoch 60 ", "").split()})
+    with pytest.raises(UsageError, match=r"other arguments \(--trainer.max_epochs 59"):
+        run.check({"arguments": text.replace("max_epochs 60", "max_epochs 59").split()})
 
 
 def test_the_contrasts_and_the_attention_in_them_are_drawn(tmp_path):
     result = contrasted({row: 60.0 + i for i, row in enumerate(CONTRASTED)}, dict.fromkeys(CONTRASTED, 61.0))
     columns = {"epoch": [1.0, 2.0], "train_loss": [2.0, 1.0], "test_accuracy": [float("nan"), 0.4]}
     columns |= {name: [1.0, 2.0] for name in ("logit_max", "entropy", "qk_max", "qk_min", "effective_rank")}
-    result.series |= {f"{chosen(row)} {seed}": columns for row in CONTRASTED for seed in (0, 1)}
+    result.series |= {f"{chosen(row, FEW)} {seed}": columns for row in CONTRASTED for seed in (0, 1)}
     assert figures.available(result) == ["attention"]
     assert [path.name for path in figures.draw(result, tmp_path)] == ["few-cifar10-attention.png"]
     axis = figures.contrasts([result]).axes[0]
@@ -532,7 +546,9 @@ def test_status_and_report_are_about_the_sweep_that_was_started_last(tmp_path, m
     few = ["--preset", "few", "--seeds", "2", "--group", "rates", "--rows", "none_sgd*"]
     assert main(["run", *out, "--preset", "reduced"]) == 0
     assert main(["run", *out, *few, "--", "--trainer.max_epochs", "4"]) == 0
-    done = Sweep(tmp_path, "few", "CIFAR10", ("--trainer.max_epochs", "4")).run(ROWS[chosen("none_sgd")], 0)
+    done = Sweep(tmp_path, "few", "CIFAR10", ("--trainer.max_epochs", "4")).run(
+        ROWS[chosen("none_sgd", FEW)], 0
+    )
     done.folder.mkdir(parents=True)
     (done.folder / "run.json").write_text(json.dumps({"arguments": done.arguments, "commit": None}))
     (done.folder / "result.json").write_text(json.dumps(entry("none_sgd", 0, 60.0) | {"curve": []}))
@@ -541,8 +557,8 @@ def test_status_and_report_are_about_the_sweep_that_was_started_last(tmp_path, m
         assert main(["status", *out, *arguments]) == 0
         return capsys.readouterr().out
 
-    assert status() == "1 of 12 runs done, 0 running, 11 left\n"
+    assert status() == "1 of 20 runs done, 0 running, 19 left\n"
     assert status("--group", "contrasts", "--seeds", "1") == "1 of 5 runs done, 0 running, 4 left\n"
     assert status("--preset", "reduced") == "0 of 48 runs done, 0 running, 48 left\n"
     assert main(["report", *out]) == 0
-    assert f"| SGD, none | {rate_of('none_sgd'):g} | 60.00 |" in capsys.readouterr().out
+    assert f"| SGD, none | {rate_of('none_sgd', FEW):g} | 60.00 |" in capsys.readouterr().out

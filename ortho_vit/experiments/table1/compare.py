@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from scipy.special import stdtr, stdtrit
 
 from ortho_vit.experiments.result import Result
+from ortho_vit.experiments.table1.presets import PRESETS
 from ortho_vit.experiments.table1.rows import CONSTRAINED, DATA, PAPER, chosen
 
 
@@ -103,7 +104,8 @@ def difference(result: Result, first: str, second: str) -> Difference:
 
 def paired_contrast(result: Result, row: str) -> Difference:
     """The constrained row against another, each at the learning rate that was chosen for it."""
-    return difference(result, chosen(CONSTRAINED), chosen(row))
+    preset = PRESETS[result.settings["preset"]]
+    return difference(result, chosen(CONSTRAINED, preset), chosen(row, preset))
 
 
 def held_out_error(result: Result, row: str) -> float | None:

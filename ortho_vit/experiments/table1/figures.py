@@ -25,7 +25,6 @@ CONTRAST_COLOURS = dict(
     zip(CONTRASTED, (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.GREY), strict=True)
 )
 LINES = {"within": "-", "across": "-", "none": "--"}
-WIDEST = 6.0  # points, in the figure of the contrasts
 
 
 def available(result: Result) -> list[str]:
@@ -159,9 +158,10 @@ def attention(result: Result) -> "Figure":
         "train_loss": "training loss",
     }
     figure, axes = new_figure(2, 3, 5.6, sharex=True)
+    preset = PRESETS[result.settings["preset"]]
     for axis, (column, title) in zip(axes.flat, panels.items(), strict=True):
         for name, colour in CONTRAST_COLOURS.items():
-            _curve(axis, result, ROWS[chosen(name)], column, colour, "-")
+            _curve(axis, result, ROWS[chosen(name, preset)], column, colour, "-")
         axis.set_title(title, fontsize=9)
     for axis in axes[1]:
         axis.set(xlabel="epoch")
@@ -172,8 +172,7 @@ def attention(result: Result) -> "Figure":
 def contrasts(results: Sequence[Result]) -> "Figure":
     """The constrained row minus each control, for every regime: seeds as dots, the mean as a square, its interval.
 
-    Intervals are drawn from three seeds on; with two they would be many times wider than any difference.  The axis ends at
-    ±`WIDEST` points, so that a run that failed does not hide the others; a mean beyond is an arrow at the edge.
+    Intervals are drawn from three seeds on; with two they would be many times wider than any difference.
     """
     pairs = [(r, name) for r in results for name in CONTRASTED[1:] if paired_contrast(r, name).n]
     figure, axis = new_figure(1, 1, 1.5 + 0.35 * len(pairs))
@@ -182,21 +181,13 @@ def contrasts(results: Sequence[Result]) -> "Figure":
         paired, colour = paired_contrast(result, name), CONTRAST_COLOURS[name]
         width = paired.half_width(len(CONTROLS)) if paired.n > 2 else None
         axis.plot(paired.values, [height] * paired.n, "o", color=colour, alpha=0.35, ms=4)
-        mean = paired.mean or 0.0
-        edge = min(max(mean, -WIDEST), WIDEST)
-        axis.errorbar(mean, height, xerr=width, fmt="s", color=colour, capsize=4)
-        if mean != edge:
-            arrow, side, inwards = (">", "right", -8) if mean > 0 else ("<", "left", 8)
-            axis.plot(edge, height, arrow, color=colour, ms=9, clip_on=False)
-            axis.annotate(f"{mean:+.1f}", (edge, height), (inwards, 6), textcoords="offset points", ha=side)
+        axis.errorbar(paired.mean or 0.0, height, xerr=width, fmt="s", color=colour, capsize=4)
         seeds = f"{paired.n} seed{'s' * (paired.n > 1)}" + ", reference" * (name not in CONTROLS)
         labels.append(
             f"{result.settings['preset']}, {result.settings['data']}: {ROWS[name].method} ({seeds})"
         )
     axis.set_yticks(range(len(pairs)), labels)
     axis.set_ylim(-0.6, len(pairs) - 0.4)
-    left, right = axis.get_xlim()
-    axis.set_xlim(max(left, -WIDEST), min(right, WIDEST))
     axis.axvline(0, color="black", lw=0.8)
     axis.set_xlabel("difference in test error, points; left of 0 the constraint is better")
     axis.set_title("StiefelSGD within heads minus each control", fontsize=11)

@@ -68,14 +68,17 @@ INTEGRATORS = {"paper": "within_stiefel_sgd", "isometric": "within_stiefel_sgd_i
 CONSTRAINED = "within_stiefel_sgd_isometric"
 CONTROLS = ("none_sgd_large_start", "none_sgd_held_norm", "none_sgd_qk_norm")
 CONTRASTED = (CONSTRAINED, *CONTROLS, "none_sgd")
-CONTRAST_FACTORS = (0.5, 1.0, 2.0)  # of a row's own learning rate
+CONTRAST_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0)  # of a row's own learning rate
 LARGE_FACTORS = (4.0, 8.0, 16.0, 32.0, 64.0)  # until nothing trains
-CHOSEN = {  # factors chosen on the preset `few` and used for all presets
-    CONSTRAINED: 2.0,
-    "none_sgd_large_start": 0.5,
-    "none_sgd_held_norm": 1.0,
-    "none_sgd_qk_norm": 0.5,
-    "none_sgd": 0.5,
+HIGH_FACTORS = (1.0, 2.0, *LARGE_FACTORS)
+# The factors with the smallest error on held-out images, in the order of `CONTRASTED`, by the preset they were chosen on
+CHOSEN = {
+    preset: dict(zip(CONTRASTED, factors, strict=True))
+    for preset, factors in {
+        "few": (2.0, 0.5, 1.0, 0.5, 0.5),
+        "augmented": (0.5, 0.5, 0.5, 0.5, 1.0),
+        "brief": (1.0, 1.0, 1.0, 1.0, 1.0),
+    }.items()
 }
 
 
@@ -84,18 +87,18 @@ def at_rate(row: str, factor: float) -> str:
     return row if factor == 1 else f"{row}_rate_x{factor:g}"
 
 
-def chosen(row: str) -> str:
+def chosen(row: str, preset: Preset) -> str:
     """The name of a contrasted row at the learning rate that was chosen for it."""
-    return at_rate(row, CHOSEN[row])
+    return at_rate(row, CHOSEN[preset.rates][row])
 
 
 def base_rate(row: str) -> float:
     return LEARNING_RATE if row == CONSTRAINED else FREE_RATE
 
 
-def rate_of(row: str) -> float:
+def rate_of(row: str, preset: Preset) -> float:
     """The learning rate that was chosen for a contrasted row."""
-    return base_rate(row) * CHOSEN[row]
+    return base_rate(row) * CHOSEN[preset.rates][row]
 
 
 # ----------------------------------------------------------------------------------------------------------- the rows
@@ -151,7 +154,7 @@ RATES = tuple(
     for row in at_rates(
         Row(name, f"StiefelSGD, {integrator}", "within", "within_stiefel_sgd", (INTEGRATOR, integrator)),
         LEARNING_RATE,
-        dict.fromkeys(FACTORS + LARGE_FACTORS),
+        dict.fromkeys(CONTRAST_FACTORS + FACTORS + LARGE_FACTORS),
     )
 )
 TWO_RATES = (
@@ -203,11 +206,9 @@ GROUPS = {
     "learning-rate": tuple(at_rate(base, factor) for base in INTEGRATORS.values() for factor in FACTORS),
     "two-rates": names(TWO_RATES),
     "projections": names(PROJECTIONS),
-    "contrasts": tuple(chosen(name) for name in CONTRASTED),
+    "contrasts": CONTRASTED,  # each at the rate that was chosen for the preset
     "rates": tuple(at_rate(name, factor) for name in CONTRASTED for factor in CONTRAST_FACTORS),
-    "largest-rate": tuple(
-        at_rate(name, factor) for name in CONTRASTED for factor in (*CONTRAST_FACTORS[1:], *LARGE_FACTORS)
-    ),
+    "largest-rate": tuple(at_rate(name, factor) for name in CONTRASTED for factor in HIGH_FACTORS),
     "exploratory": ("none_adam", "none_adamw", "within_stiefel_adam_isometric", *names(EXPLORATORY)),
 }
 ONE_SEED = ("learning-rate", "two-rates", "projections", "rates", "largest-rate", "exploratory")
@@ -234,8 +235,9 @@ def select(preset: Preset, groups: Sequence[str], patterns: Sequence[str]) -> di
         if not fnmatch.filter(ROWS, pattern):
             hint = did_you_mean(pattern, ROWS) or f"; there are {', '.join(PAPER)}, ..."
             raise UsageError(f"no row matches {pattern!r}{hint}")
+    members = GROUPS | {"contrasts": tuple(chosen(name, preset) for name in CONTRASTED)}
     selected = {
-        group: [n for n in GROUPS[group] if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+        group: [n for n in members[group] if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         for group in groups
     }
     if not any(selected.values()):

@@ -179,9 +179,16 @@ class Run:
 
 
 def _options(arguments: Sequence[str]) -> list[str]:
-    """Each option with its values, except the recorder: it changes no result, and its module has been renamed."""
+    """Each option with its values, except those that do not change what is trained.
+
+    These are the recorder, whose module has been renamed, and validation, which `augmented` did not have at first.
+    """
     options = [text.strip() for text in re.split(r"(?:^| )(?=--)", " ".join(arguments)) if text]
-    return [option for option in options if not option.endswith(".Recorder")]
+    return [
+        option
+        for option in options
+        if not re.search(r"\.Recorder$|_val_(?:batches|every_n_epoch) \d+$", option)
+    ]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

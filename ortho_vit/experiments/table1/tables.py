@@ -158,13 +158,13 @@ def learning_rate_table(result: Result) -> str:
 
 def largest_rate_table(result: Result) -> str:
     """Test error of one seed at larger and larger multiples of each row's learning rate."""
-    factors = (*rows.CONTRAST_FACTORS[1:], *rows.LARGE_FACTORS)
-    return by_factor(factors, lambda name: _single(summarize(result, name)))
+    return by_factor(rows.HIGH_FACTORS, lambda name: _single(summarize(result, name)))
 
 
 def rates_table(result: Result) -> str:
     """Error on held-out training images at multiples of each row's learning rate; the smallest is chosen."""
-    last = {name: {"chosen": f"× {factor:g}"} for name, factor in rows.CHOSEN.items()}
+    factors = rows.CHOSEN[PRESETS[result.settings["preset"]].rates]
+    last = {name: {"chosen": f"× {factor:g}"} for name, factor in factors.items()}
     return by_factor(rows.CONTRAST_FACTORS, lambda name: _percent(compare.held_out_error(result, name)), last)
 
 
@@ -182,21 +182,22 @@ def by_factor(
 
 def contrasts_table(result: Result) -> str:
     """The constrained row against each control, at the learning rates that were chosen."""
-    count, table = len(CONTROLS), []
+    count, table, preset = len(CONTROLS), [], PRESETS[result.settings["preset"]]
+    constrained = rows.chosen(rows.CONSTRAINED, preset)
     for name in CONTRASTED:
-        row = rows.chosen(name)
+        row = rows.chosen(name, preset)
         summary, paired = summarize(result, row), compare.paired_contrast(result, name)
         contrast = {
             "constrained − row, %": _spread(paired, "+"),
             f"{100 - 5 / count:.3g} % interval": _interval(paired),
-            "constrained better": _wins(result, rows.chosen(rows.CONSTRAINED), row),
+            "constrained better": _wins(result, constrained, row),
             f"p × {count}": _p(paired.corrected_p(count)) if name in CONTROLS else "reference",
         }
         if name == rows.CONSTRAINED:
             contrast = dict.fromkeys(contrast, "")
         about = {
             "row": ROWS[name].label,
-            "learning rate": f"{rows.rate_of(name):g}",
+            "learning rate": f"{rows.rate_of(name, preset):g}",
             "test error, %": _error(summary),
             "training error, %": _percent(summary.train_error),
             "runs": _runs(summary),
