@@ -91,9 +91,9 @@ def test_groups_share_the_runs_they_have_in_common():
     assert count("all") == 48 + 15 + 10 + 2 + 3
     assert count(preset="few") == count("contrasts") == 5 * 3
     # a rate that was chosen is there already; Adam, AdamW and StiefelAdam are rows of the table
-    assert count("rates") == 5 * 5
-    assert count("contrasts", "rates") == 5 * 3 + 5 * 4
-    assert count("all", preset="few") == 5 * 3 + 5 * 4 + 3 + 10
+    assert count("rates") == 5 * 4
+    assert count("contrasts", "rates") == 5 * 3 + 5 * 3
+    assert count("all", preset="few") == 5 * 3 + 5 * 3 + 3 + 10
 
 
 def test_rows_are_chosen_by_pattern_from_all_groups():
@@ -481,7 +481,7 @@ def test_rates_are_compared_on_held_out_images_of_one_seed():
     ]
     result = Result("few-cifar10", {"preset": "few", "data": "CIFAR10"}, table=runs)
     line = next(line for line in tables.rates_table(result).splitlines() if ROWS[name].label in line)
-    assert line.split(" | ")[2:6] == ["–", "–", "70.00", "60.00"]
+    assert line.split(" | ")[2:6] == ["–", "70.00", "60.00", "–"]
 
 
 def test_the_chosen_rates_are_the_best_of_the_results():
@@ -490,8 +490,10 @@ def test_the_chosen_rates_are_the_best_of_the_results():
     assert "few" in rated
     for name, result in rated.items():
         assert PRESETS[name].rates == name
+        # on `few` a quarter was tried after the rates had been chosen
+        factors = [factor for factor in CONTRAST_FACTORS if name != "few" or factor >= 0.5]
         for row in CONTRASTED:
-            errors = {f: held_out_error(result, at_rate(row, f)) for f in CONTRAST_FACTORS}
+            errors = {factor: held_out_error(result, at_rate(row, factor)) for factor in factors}
             if errors := {factor: error for factor, error in errors.items() if error is not None}:
                 assert chosen(row, PRESETS[name]) == at_rate(row, min(errors, key=errors.get))
 
@@ -557,7 +559,7 @@ def test_status_and_report_are_about_the_sweep_that_was_started_last(tmp_path, m
         assert main(["status", *out, *arguments]) == 0
         return capsys.readouterr().out
 
-    assert status() == "1 of 20 runs done, 0 running, 19 left\n"
+    assert status() == "1 of 16 runs done, 0 running, 15 left\n"
     assert status("--group", "contrasts", "--seeds", "1") == "1 of 5 runs done, 0 running, 4 left\n"
     assert status("--preset", "reduced") == "0 of 48 runs done, 0 running, 48 left\n"
     assert main(["report", *out]) == 0
