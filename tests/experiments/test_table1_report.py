@@ -83,12 +83,12 @@ def test_groups_share_the_runs_they_have_in_common():
         return len(choose(PRESETS[preset], groups, (), seeds))
 
     assert count("table") == count() == 16 * 3
-    assert count("own") == 5 * 3
+    assert count("own") == 8 * 3
     assert count("learning-rate") == 2 * len(FACTORS)
     assert count("two-rates") == 2
     assert count("projections") == 4
     # the paper's rate with either integrator, and QK, are there already
-    assert count("all") == 48 + 15 + 10 + 2 + 3
+    assert count("all") == 48 + 24 + 10 + 2 + 3
     assert count(preset="few") == count("contrasts") == 5 * 3
     # a rate that was chosen is there already; Adam, AdamW and StiefelAdam are rows of the table
     assert count("rates") == 5 * 4

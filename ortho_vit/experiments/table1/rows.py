@@ -204,7 +204,7 @@ def names(rows: Iterable[Row]) -> tuple[str, ...]:
 
 GROUPS = {
     "table": tuple(PAPER),
-    "own": names(OWN),
+    "own": (*names(OWN), *CONTROLS),
     "learning-rate": tuple(at_rate(base, factor) for base in INTEGRATORS.values() for factor in FACTORS),
     "two-rates": names(TWO_RATES),
     "projections": names(PROJECTIONS),

@@ -35,7 +35,7 @@ MOMENTUM = ("within_stiefel_sgd", "within_momentumless_stiefel_sgd")
 FINDINGS: dict[str, Pairs] = {
     "constraint": (
         *_pairs("within_stiefel_sgd", "across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
-        *_pairs("within_stiefel_sgd", "none_sgd_orthonormal_start"),
+        *_pairs("within_stiefel_sgd", "none_sgd_orthonormal_start", *CONTROLS),
         *_pairs("across_stiefel_sgd", "none_sgd", "none_sgd_same_rate"),
         *_pairs("within_stiefel_adam", "across_stiefel_adam", "none_adam", "none_adamw"),
         *_pairs("across_stiefel_adam", "none_adam", "none_adamw"),
