@@ -32,7 +32,7 @@ lint: .venv/.dev  ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint test docs  ## all that CI runs
+check: lint test docs  ## all that .ci/run runs
 
 # The lower bounds of pyproject.toml, each `>=` made `==`.  torch and torchvision have the bounds that the pinned pair has:
 # the only build that the tests have run with.  So the tests of optim and transport, which use torch alone, are left out.

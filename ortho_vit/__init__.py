@@ -38,7 +38,12 @@ _HOMES = {
 }
 
 
+_MODULES = ("data", "models", "optim", "parameter", "stiefel", "training", "transport")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"ortho_vit.{name}")
     for module, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(importlib.import_module(f"ortho_vit.{module}"), name)
@@ -47,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 class _TorchvisionCheck(MetaPathFinder):

@@ -27,6 +27,7 @@ from ortho_vit.data.decode import as_tensor, central_square, decode
 from ortho_vit.models import Card, find_checkpoint, list_models, load_checkpoint
 from ortho_vit.models.attention import find_attention
 from ortho_vit.models.card import golden_logits
+from ortho_vit.models.weights import free_counterpart
 from ortho_vit.training.images import recorded_attention
 
 __all__ = ["attention_maps", "build_app", "class_probabilities", "gram_matrices", "main", "read_image"]
@@ -80,15 +81,6 @@ def gram_matrices(model: nn.Module, block: int) -> dict[str, Tensor]:
             gram = (W @ W.mT).abs()
             grams[f"W^{part.upper()}"] = gram / gram.diagonal().mean()
     return {name: grams[name] for name in ("W^Q", "W^K")}
-
-
-def free_counterpart(card: Card) -> str | None:
-    """The weights of the same architecture on the same data without a constraint, if the zoo has them."""
-    cards = [find_checkpoint(name).card for name in list_models(pretrained=True)]
-    same = [
-        c for c in cards if (c.architecture, c.data, c.constraint) == (card.architecture, card.data, None)
-    ]
-    return same[0].name if same else None
 
 
 @lru_cache(maxsize=8)

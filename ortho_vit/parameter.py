@@ -6,6 +6,7 @@ The constraint lives on the parameter, not in a module: any module may own a `St
 
 import copy
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ class StiefelParameter(nn.Parameter):
     def __new__(
         cls, data: Tensor, *, blocks: int = 1, rows: int | None = None, requires_grad: bool = True
     ) -> "StiefelParameter":
-        rows = check_blocks(data, blocks, rows)
+        blocks, rows = check_blocks(data, blocks, rows)
         _watch_optimizers()
         self = torch.Tensor._make_subclass(cls, laid_out(data.detach(), blocks, rows), requires_grad)
         self.blocks, self.rows = blocks, rows
@@ -57,11 +58,17 @@ class StiefelParameter(nn.Parameter):
 
     def matrices(self) -> Tensor:
         """A writable view (B, r, c) of the constrained blocks."""
+        self.restore_layout()
         return cut_blocks(self.detach(), self.blocks, self.rows)
 
     def free(self) -> Tensor | None:
         """A writable view (..., free rows, c) of the rows after the constrained ones, or None."""
         return cut_free(self.detach(), self.rows)
+
+    def restore_layout(self) -> None:
+        """Undo `Module.to(memory_format=...)` on a batch of matrices: blocks would no longer be views of it."""
+        if self.ndim > 3 and not self.is_contiguous():
+            self.data = laid_out(self.data, self.blocks, self.rows)
 
     def _refuse_sharding(self, *_: Any) -> NoReturn:
         """Raise an error where FSDP takes the parameter: it has no hook to refuse one, and would drop the constraint."""
@@ -102,8 +109,8 @@ torch.serialization.add_safe_globals([_rebuild, StiefelParameter])
 reduction.register(StiefelParameter, _reduce)
 
 
-def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
-    """The number of constrained rows, if `data` can be cut that way."""
+def check_blocks(data: Tensor, blocks: int, rows: int | None) -> tuple[int, int]:
+    """The number of blocks and of constrained rows, if `data` can be cut that way."""
     if not isinstance(data, Tensor):
         raise TypeError(f"StiefelParameter: needs a tensor, got {type(data).__name__}; use torch.tensor")
     what = f"StiefelParameter of shape {tuple(data.shape)}"
@@ -112,15 +119,17 @@ def check_blocks(data: Tensor, blocks: int, rows: int | None) -> int:
     if not data.is_floating_point():
         raise ValueError(f"{what}: needs a real floating-point dtype, got {data.dtype}")
     rows = data.shape[-2] if rows is None else rows
+    try:
+        blocks, rows = operator.index(blocks), operator.index(rows)
+    except TypeError:
+        raise TypeError(f"{what}: rows and blocks must be integers, got {rows} and {blocks}") from None
     if not 1 <= rows <= data.shape[-2]:
         raise ValueError(f"{what}: rows must be in [1, {data.shape[-2]}], got {rows}")
-    if not isinstance(rows, int) or not isinstance(blocks, int):
-        raise TypeError(f"{what}: rows and blocks must be integers, got {rows} and {blocks}")
     if blocks < 1 or rows % blocks:
         raise ValueError(f"{what}: blocks must divide the {rows} constrained rows, got {blocks}")
     if blocks > 1 and rows < data.shape[-2] and math.prod(data.shape[:-2]) > 1:
         raise ValueError(f"{what}: a batch of matrices cannot have both free rows and several blocks")
-    return rows
+    return blocks, rows
 
 
 def laid_out(data: Tensor, blocks: int, rows: int) -> Tensor:
@@ -174,7 +183,7 @@ def constrain(
         raise ValueError(f"constrain: {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
     if parameter.is_meta and init != "keep":
         raise ValueError(f"constrain: {name!r} is on the meta device and has no values; use init='keep'")
-    rows = check_blocks(parameter, blocks, rows)
+    blocks, rows = check_blocks(parameter, blocks, rows)
     parameter.data = laid_out(parameter.data, blocks, rows)
     X = cut_blocks(parameter.detach(), blocks, rows)
     if init == "polar":
@@ -221,7 +230,7 @@ def _warn_of_ignored_constraints(optimizer: Optimizer, *_: Any) -> None:
         return
     for group in optimizer.param_groups:
         names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
-        ignored = [n for n, p in zip(names, group["params"], strict=True) if isinstance(p, StiefelParameter)]
+        ignored = [n for n, p in zip(names, group["params"], strict=False) if isinstance(p, StiefelParameter)]
         if ignored:
             warnings.warn(
                 f"{type(optimizer).__name__} steps the constrained parameter {ignored[0]} ({len(ignored)} such) as a free "

@@ -210,15 +210,39 @@ def full_precision(device: torch.device) -> Iterator[None]:
         if torch.compiler.is_compiling():
             yield
             return
-        before = torch.get_float32_matmul_precision()
+        before = float32_precision()
         if before == "highest":
             yield
             return
-        torch.set_float32_matmul_precision("highest")
+        _set_float32_precision("highest" if isinstance(before, str) else ("ieee",) * len(before))
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            _set_float32_precision(before)
+
+
+Precision = str | tuple[str, ...]
+_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+def float32_precision() -> Precision:
+    """How float32 products are computed: "highest", another word of torch's, or a word of each backend.
+
+    The latter where they were set as `torch.backends.cuda.matmul.fp32_precision`: torch refuses to mix the two ways.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        words = tuple(backend.fp32_precision for backend in _BACKENDS)
+        return "highest" if set(words) == {"ieee"} else words
+
+
+def _set_float32_precision(precision: Precision) -> None:
+    if isinstance(precision, str):
+        torch.set_float32_matmul_precision(precision)
+        return
+    for backend, word in zip(_BACKENDS, precision, strict=True):
+        backend.fp32_precision = word
 
 
 def autocasts(device: torch.device) -> bool:
@@ -242,7 +266,8 @@ def symmetric_matmul(A: Tensor, B: Tensor, *, sign: int = 1) -> Tensor:
     Costs 5/8 of the product at m = 384.  A large batch, as an accelerator, is better served by one call.
     """
     m = A.shape[-2]
-    if not is_halved(A):
+    differentiated = torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
+    if not is_halved(A) or differentiated:
         return torch.bmm(A, B) if A.ndim == 3 else A @ B
     C = A.new_empty((*A.shape[:-1], m))
     for i in range(0, m, STRIP):
@@ -290,7 +315,7 @@ def inverse_sqrt(D: Tensor, D2: Tensor | None = None, *, host: bool = True) -> T
     """
     D2 = symmetric_matmul(D, D) if D2 is None else D2
     size = frobenius(D2)  # ρ²
-    largest = math.sqrt(float(size.amax())) if host else math.inf
+    largest = math.sqrt(float(size.detach().amax())) if host else math.inf
     R = (D * C1).add_(D2, alpha=C2)
     if largest > SMALL[0]:
         S = symmetric_matmul(D2, (D * C3).add_(D2, alpha=C4))

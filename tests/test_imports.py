@@ -111,3 +111,10 @@ def test_every_import_is_declared():
     declared = {requirement.partition(">=")[0].partition("[")[0] for group in groups for requirement in group}
     imported = {DISTRIBUTIONS.get(name, name) for names in third_party().values() for name in names}
     assert imported <= declared
+
+
+def test_parts_of_the_package_are_attributes_without_an_import_of_their_own():
+    code = (
+        "import ortho_vit; ortho_vit.optim.StiefelSGD; ortho_vit.transport.sinkhorn; ortho_vit.models.release"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -305,3 +306,9 @@ def test_a_parametrized_or_pruned_weight_is_not_taken_for_constrained(change, us
     change(model[0])
     with pytest.raises(ValueError, match=r"parametrize or prune computes another weight from it"):
         use(model)
+
+
+def test_counts_may_be_integers_of_numpy():
+    p = StiefelParameter(torch.randn(4, 6), blocks=np.int64(2), rows=np.int64(4))
+    assert (p.blocks, p.rows) == (2, 4)
+    assert type(p.blocks) is type(p.rows) is int

@@ -200,3 +200,14 @@ def test_the_cayley_transform_of_narrow_matrices(dtype):
 def test_the_tangent_projection_takes_real_matrices_only():
     with pytest.raises(ValueError, match="project_tangent: needs a real floating-point dtype"):
         project_tangent(torch.eye(3, dtype=torch.complex64), torch.eye(3, dtype=torch.complex64))
+
+
+def test_the_polar_factor_of_a_large_matrix_is_differentiable():
+    torch.manual_seed(0)
+    W = torch.randn(200, 240, dtype=torch.float64, requires_grad=True)
+    V, C = torch.randn(2, 200, 240, dtype=torch.float64)
+    (slope,) = torch.autograd.grad((polar(W) * C).sum(), W)
+    h = 1e-6
+    with torch.no_grad():
+        expected = ((polar(W + h * V) - polar(W - h * V)) * C).sum() / (2 * h)
+    assert (slope * V).sum().item() == pytest.approx(expected.item(), rel=1e-6)

@@ -71,10 +71,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _mapping(text: str) -> dict[str, str]:
-    value = yaml.safe_load(text)
-    if not isinstance(value, dict):
+    value = yaml.load(text, yaml.BaseLoader)  # which reads everything as text
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) for pair in value.items() for name in pair
+    ):
         raise argparse.ArgumentTypeError(f"expected a mapping such as '{{red_apple: apple}}', got {text}")
-    return {str(key): str(name) for key, name in value.items()}
+    return value
 
 
 class Export:
@@ -142,13 +144,21 @@ class Export:
             folder=self.folder,
             overwrite=True,  # asked for, or nothing was there
         )
-        rows = {"checkpoint": self.options.ckpt_path, "weights": str(written), "measure it": self._command()}
+        command = self._command(shlex.quote(str(self._root)))
+        rows = {"checkpoint": self.options.ckpt_path, "weights": str(written), "measure it": command}
         print(summary(labelled(accuracy) | rows), flush=True)
 
-    def _command(self) -> str:
+    @property
+    def _root(self) -> Path | None:
+        """The folder of the data, if it is absolute: a place on this machine, which the recipe leaves out."""
+        root = self.options.root or (self.config["data"].get("init_args") or {}).get("root", "")
+        return Path(root) if Path(str(root)).is_absolute() else None
+
+    def _command(self, root: str = "FOLDER") -> str:
         """The command that measures the accuracy again: by name in the repository's folder, otherwise by path."""
         own = self.target.parent.resolve() == checkpoints_folder().resolve()
-        return f"{program()} test --weights {self.name if own else shlex.quote(str(self.target))}"
+        command = f"{program()} test --weights {self.name if own else shlex.quote(str(self.target))}"
+        return f"{command} --data.root {root}" if self._root else command
 
     def _recipe(self) -> dict[str, Any]:
         """The options, besides those of model and optimizer, with which to train it again, as in a configuration.

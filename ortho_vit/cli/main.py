@@ -243,15 +243,21 @@ class CommandLine(LightningCLI):
         config, trainer = self.config_init, self.config_init.trainer
         kwargs |= launched_processes(trainer.devices, trainer.num_nodes)
         self._is_new = False  # whether a folder has to be created for the run
-        if trainer.logger in (None, True):
+        others = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+        others = [logger for logger in others if not isinstance(logger, bool | None)]
+        if self.command != "fit":
+            kwargs["logger"] = False
+        elif trainer.logger not in (False, []) and not isinstance([*others, None][0], TensorBoardLogger):
+            # the first logger decides where the run's folder is
             run = run_of(config.ckpt_path) if config.ckpt_path else None
-            self._is_new = self.command == "fit" and run is None
+            self._is_new = run is None
             folder, name, version = trainer.default_root_dir, config.name, None
             if run:  # continue where it was
                 folder, name, version = run.parent, "", run.name
-            kwargs["logger"] = self.command == "fit" and reporting.TensorBoard(
-                folder, name, version, default_hp_metric=False
-            )
+            kwargs["logger"] = [
+                reporting.TensorBoard(folder, name, version, default_hp_metric=False),
+                *others,
+            ]
         self.history = reporting.History()
         # Reporting callbacks run after the callbacks that compute metrics
         callbacks: list[Callback] = [reporting.StartLines(), self.history]
@@ -337,9 +343,8 @@ class CommandLine(LightningCLI):
             assert isinstance(logger, TensorBoardLogger)
             folder = next_folder(Path(logger.root_dir), "version_")
             version = int(folder.name.removeprefix("version_"))
-            trainer.logger = logger = reporting.TensorBoard(
-                logger.save_dir, logger.name, version, default_hp_metric=False
-            )
+            logger = reporting.TensorBoard(logger.save_dir, logger.name, version, default_hp_metric=False)
+            trainer.loggers = [logger, *trainer.loggers[1:]]
         if logger is None:
             checkpoints.claim(Path(trainer.default_root_dir))
         elif isinstance(logger, TensorBoardLogger):

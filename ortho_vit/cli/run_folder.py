@@ -20,22 +20,20 @@ ROOT = "runs"  # the trainer's default_root_dir
 def locate_checkpoint(path: str, folder: Path, subcommand: str, runs: str = "version_*") -> str | None:
     """The checkpoint that `--ckpt_path` names: a file, that of a run's folder, or `best` or `last` of the newest run.
 
-    The newest run is that of the runs in `folder` whose checkpoint was written last; with `runs="**"` anywhere below it.
-    Of a run's folder, `fit` continues from the last checkpoint; the others evaluate the best, or the last if there was no
-    validation.  None where `fit` may start from the beginning.
+    The newest run is that of the runs in `folder` that wrote a checkpoint last; with `runs="**"` anywhere below it.  Of a
+    run's folder, `fit` continues from the last checkpoint; the others evaluate the best, or the last if there was no
+    validation, which is also what `best` means.  None where `fit` may start from the beginning.
     """
     newest = path in ("best", "last")
-    if newest:
-        patterns = [f"{runs}/checkpoints/{path}.ckpt"]
-    elif Path(path).is_dir():
-        names = ["last"] if subcommand == "fit" else ["best", "last"]
-        patterns = [f"{below}checkpoints/{name}.ckpt" for name in names for below in ("", "version_*/")]
-        folder = Path(path)
-    else:
+    if not newest and not Path(path).is_dir():
         return path
+    patterns = [f"{runs}/checkpoints"] if newest else ["checkpoints", "version_*/checkpoints"]
+    folder = folder if newest else Path(path)
+    names = ["best", "last"] if path == "best" or (not newest and subcommand != "fit") else ["last"]
     for pattern in patterns:
-        if found := list(folder.glob(pattern)):
-            return str(max(found, key=lambda file: file.stat().st_mtime))
+        found = [_existing(place, names) for place in folder.glob(pattern)]
+        if found := [file for file in found if file]:
+            return str(max(found, key=_written))
     if not newest:
         raise UsageError(
             f"{path} holds no checkpoints/{names[0]}.ckpt: it is not the folder of a run, or the run failed early"
@@ -46,6 +44,16 @@ def locate_checkpoint(path: str, folder: Path, subcommand: str, runs: str = "ver
         )
     print(f"no {path}.ckpt below {folder} yet: starting from the beginning")
     return None
+
+
+def _existing(place: Path, names: list[str]) -> Path | None:
+    """The first checkpoint of these names in a folder, or None."""
+    return next((file for name in names if (file := place / f"{name}.ckpt").is_file()), None)
+
+
+def _written(checkpoint: Path) -> float:
+    """When the run of a checkpoint last wrote one."""
+    return max(file.stat().st_mtime for file in checkpoint.parent.glob("*.ckpt"))
 
 
 def read_run(path: str) -> dict[str, Any]:

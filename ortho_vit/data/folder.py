@@ -24,7 +24,15 @@ from rich.progress import track
 from torch import Tensor
 
 from ortho_vit.data.datamodule import ImageDataModule
-from ortho_vit.data.decode import CROP_PCT, as_tensor, central_square, decode, random_box, why_unreadable
+from ortho_vit.data.decode import (
+    CROP_PCT,
+    SUFFIXES,
+    as_tensor,
+    central_square,
+    decode,
+    random_box,
+    why_unreadable,
+)
 from ortho_vit.data.policies import AutoAugmentPolicy
 from ortho_vit.data.rng import uniform
 from ortho_vit.data.sampling import Batch, BatchSet, Key, Loader
@@ -186,7 +194,8 @@ class ImageFolder(ImageDataModule):
         self.root, self.image_size, self.crop_pct = Path(root), image_size, crop_pct
         self.mean, self.std, self.crop, self.flip = tuple(mean), tuple(std), crop, flip
         self.predict_root = Path(predict_root) if predict_root is not None else None
-        self.skip_unreadable, self.class_names = skip_unreadable, dict(class_names or {})
+        self.skip_unreadable = skip_unreadable
+        self.class_names = {str(folder): str(name) for folder, name in (class_names or {}).items()}
         self.skipped: list[str] = []
         self._not_files: list[str] = []  # of prediction: dangling links and the like
 
@@ -289,6 +298,10 @@ class ImageFolder(ImageDataModule):
         )
         junk = [path for path in folder.iterdir() if path.name.lower() in JUNK]
         self.skipped += [f"{path}: made by the operating system" for path in junk]
+        loose = sorted(
+            path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file()
+        )
+        self.skipped += [f"{path}: not in the folder of a class" for path in loose]
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(classes):

@@ -2,9 +2,10 @@
 
     python -m ortho_vit.experiments.attention [--weights NAME] [--free NAME] [--image CLASS|FILE] [--output DIR]
 
-attention.png shows the attention of the class token in the last block, head by head, and over all blocks (rollout, Abnar
-& Zuidema 2020).  gram.png shows W Wᵀ of the queries of one block, for weights trained without a constraint and for
-weights trained orthonormal.  The image comes from a file or from the card of the weights: nothing is downloaded.
+attention.png shows the attention of the class token, or of all patches on average where there is none, in the last block,
+head by head, and over all blocks (rollout, Abnar & Zuidema 2020).  gram.png shows W Wᵀ of the queries of one block, for
+weights trained without a constraint and for weights trained orthonormal.  The image comes from a file or from the card of
+the weights: nothing is downloaded.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from ortho_vit.experiments.figure import new_figure, save_figure
 from ortho_vit.experiments.result import Result, run_command
 from ortho_vit.models import Card, create_model, find_checkpoint, load_checkpoint
 from ortho_vit.models.attention import find_attention
-from ortho_vit.models.weights import available
+from ortho_vit.models.weights import free_counterpart
 from ortho_vit.pixels import normalize
 from ortho_vit.training.images import recorded_attention
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WEIGHTS, FREE = "ortho_vit_nano.cifar10_within_stiefel_sgd", "ortho_vit_nano.cifar10_none_adamw"
+WEIGHTS = "ortho_vit_nano.cifar10_within_stiefel_sgd"
 
 
 # ---- an image and where the network looks ----------------------------------------------------------------------
@@ -37,7 +38,7 @@ WEIGHTS, FREE = "ortho_vit_nano.cifar10_within_stiefel_sgd", "ortho_vit_nano.cif
 def image_of(card: Card, which: str | None) -> Tensor:
     """Pixels (channels, height, width) of a file, of the card's image of a class, or of its first image."""
     if which is not None and Path(which).suffix.lower() in SUFFIXES:
-        image = central_square(decode(Path(which)), card.golden.shape[-1], crop_pct=1.0)
+        image = central_square(decode(Path(which)), card.golden.shape[-1], card.crop_pct)
         return as_tensor(image, card.golden.shape[1])
     names = [card.classes[label] for label in card.golden.labels]
     if not names:
@@ -68,8 +69,9 @@ def rollout(attention: Sequence[Tensor]) -> Tensor:
 def plot_attention(card: Card, model: Any, pixels: Tensor) -> "Figure":
     probabilities, attention = attend(model, normalize(pixels[None], card.mean, card.std))
     side, prefix = model.patch_embed.grid_size[0], model.num_prefix_tokens
-    maps = {f"head {i + 1}": A[0] for i, A in enumerate(attention[-1])}
-    maps["all blocks"] = rollout(attention)[0]
+    queries = slice(1) if prefix else slice(None)  # the class token, or all patches
+    maps = {f"head {i + 1}": A[queries].mean(0) for i, A in enumerate(attention[-1])}
+    maps["all blocks"] = rollout(attention)[queries].mean(0)
     figure, axes = new_figure(1, len(maps) + 1, 1.4)
     axes[0].imshow(pixels.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray")
     best = int(probabilities.argmax())
@@ -123,14 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--weights", default=WEIGHTS, help=f"trained orthonormal (default {WEIGHTS})")
-    add("--free", help=f"same architecture, trained without a constraint (default {FREE}, if present)")
+    add(
+        "--free",
+        help="same architecture, trained without a constraint (default: those of the zoo, if it has any)",
+    )
     add("--image", "--picture", metavar="CLASS|FILE", help="a class on the card, or the file of an image")
     add("--block", type=int, default=1, help="the block in gram.png, from 1 (default 1)")
     add("--output", type=Path, default=Path("results"), help="folder (default results/)")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)  # a bad path fails before the models are loaded
     ours = find_checkpoint(options.weights)
-    free = options.free or (FREE if FREE in available() else None)
+    free = options.free or free_counterpart(ours.card)
     torch.manual_seed(0)
     models = {"free, untrained": create_model(ours.card.architecture, constraint=None, **ours.card.arguments)}
     if free:

@@ -124,6 +124,8 @@ def export_for_hub(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Pa
         architecture = "vit_tiny_patch16_224"
     config: Any = model.pretrained_cfg
     config["architecture"] = architecture
+    if card.golden.shape[1] not in (1, 3):
+        config["first_conv"] = None  # timm would adapt it from 3 channels, which these weights do not have
     labels = {"label_names": card.classes}
     save_for_hf(model, os.fspath(folder), model_config=labels, model_args=arguments, safe_serialization=True)
     (Path(folder) / "README.md").write_text(hub_readme(card), encoding="utf-8")

@@ -60,7 +60,7 @@ def orthogonalize(
             weights that are about to be loaded).
         preserve: keep the network's function, with a free core after each constrained projection.  With
             init="keep" the cores are identities.
-        scale: give each head a learned scalar, 1 at the start, that multiplies its logits.
+        scale: give each head a learned scalar, 1 at the start, that multiplies its queries, and so its logits.
         verbose: print how far the blocks of each weight moved and how well conditioned they were.
 
     Names and shapes in the state dict stay the same; `preserve` and `scale` add a `core` beside a `weight`.  The dictionary
@@ -85,10 +85,30 @@ def orthogonalize(
         moved = [_moved(task, matrices) for task, (matrices, _, _) in pairs if init != "keep"]
         for task, new in pairs:
             _apply(task, *new)
+    _free_others(model, tasks)
     model.orthogonal = {**options, "blocks": moved}  # type: ignore[assignment]
     if verbose:
         print(_describe(moved, preserve))
     return model
+
+
+def _free_others(model: nn.Module, tasks: list["Task"]) -> None:
+    """Make free what an earlier call has constrained and this one has not."""
+    earlier = getattr(model, "orthogonal", None)
+    if earlier is None:
+        return
+    projections = [p for attention in find_attention(model) for p in attention.projections]
+    if earlier["projections"] == "qk+mlp":
+        projections += [task.projection for task in _mlp_tasks(model)]
+    chosen = {id(task.projection.weight) for task in tasks}
+    for projection in projections:
+        if isinstance(projection.weight, StiefelParameter) and id(projection.weight) not in chosen:
+            _make_free(projection.weight)
+
+
+def _make_free(parameter: StiefelParameter) -> None:
+    del parameter.blocks, parameter.rows
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def release(model: Model) -> Model:
@@ -97,8 +117,7 @@ def release(model: Model) -> Model:
         if isinstance(module, CoredLinear):
             module.fold()
     for _, parameter in list(stiefel_parameters(model)):
-        del parameter.blocks, parameter.rows
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        _make_free(parameter)
     model.__dict__.pop("orthogonal", None)
     return model
 
@@ -139,9 +158,9 @@ def _check_options(projections: str, init: str, preserve: bool, scale: bool) -> 
 class CoredLinear(nn.Linear):
     """x ↦ C O x + b, where `weight` holds O and `core` the diagonal blocks of C.
 
-    `core` is (n, r, r), or (n,) for multiples of the identity.  It acts on the first `cored_rows` = n·r rows; the rows
-    after them are used as they are.  It is multiplied into the weight and not applied to the output, which costs less as
-    soon as there are d_model tokens in a batch.
+    `core` is (n, r, r), or (n,) for multiples of the identity, which multiply b as well: they scale the output.  It acts on
+    the first `cored_rows` = n·r rows; the rows after them are used as they are.  It is multiplied into the weight and not
+    applied to the output, which costs less as soon as there are d_model tokens in a batch.
     """
 
     core: nn.Parameter
@@ -161,15 +180,26 @@ class CoredLinear(nn.Linear):
         W = core @ O if core.ndim == 3 else core[:, None, None] * O
         return torch.cat([rearrange(W, "n r d -> (n r) d"), rest])
 
+    def cored_bias(self) -> Tensor | None:
+        if self.bias is None or self.core.ndim == 3:
+            return self.bias
+        scaled, rest = self.bias[: self.cored_rows], self.bias[self.cored_rows :]
+        scaled = rearrange(
+            self.core[:, None] * rearrange(scaled, "(n r) -> n r", n=len(self.core)), "n r -> (n r)"
+        )
+        return torch.cat([scaled, rest])
+
     @torch.no_grad()
     def fold(self) -> None:
         """Turn it into the plain linear layer that computes the same, in place."""
+        if (bias := self.cored_bias()) is not None:
+            self.bias.copy_(bias)
         self.weight.copy_(self.cored_weight())
         del self.core, self.cored_rows
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.cored_weight(), self.bias)
+        return F.linear(input, self.cored_weight(), self.cored_bias())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, core={tuple(self.core.shape)}"

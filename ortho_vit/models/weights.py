@@ -152,6 +152,13 @@ def find_checkpoint(name: Source, source: Source | None = None) -> Checkpoint:
     raise CheckpointError(f"no checkpoint {name!r} in {' or '.join(places)}{hint}")
 
 
+def free_counterpart(card: Card) -> str | None:
+    """The weights of the same architecture on the same data without a constraint, if there are any."""
+    cards = (find_checkpoint(name).card for name in available())
+    wanted = (card.architecture, card.data, None)
+    return next((c.name for c in cards if (c.architecture, c.data, c.constraint) == wanted), None)
+
+
 def _download(address: str) -> Checkpoint:
     """Download card and weights to the cache.  The card is downloaded every time, the weights when its hash is new."""
     stem, _, ending = address.rpartition(".")

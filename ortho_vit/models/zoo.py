@@ -77,7 +77,7 @@ OPTIMIZERS = (
 
 
 def create_model(
-    name: str,
+    name: Source,
     pretrained: bool = False,
     *,
     constraint: Choice = "default",
@@ -106,6 +106,7 @@ def create_model(
         verify: check that the loaded weights give the logits on their card.
         kwargs: timm's: num_classes, img_size, in_chans, drop_path_rate, ...
     """
+    name = os.fspath(name)
     chosen: Any = {"constraint": constraint, "projections": projections, "preserve": preserve, "scale": scale}
     checkpoint = _checkpoint_for(name, pretrained, checkpoints)
     if checkpoint is not None:

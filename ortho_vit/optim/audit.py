@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ortho_vit.optim.base import StiefelOptimizer
+from ortho_vit.optim.base import StiefelOptimizer, stiefel_lr
 from ortho_vit.parameter import StiefelParameter, stiefel_parameters
 from ortho_vit.stiefel import orthogonality_error
 
@@ -97,8 +97,8 @@ def _owners(p: Tensor, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer,
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(p is q for q in group["params"]):
-                own = group.get("stiefel_lr") if isinstance(p, StiefelParameter) else None
-                yield optimizer, float(group["lr"] if own is None else own)
+                constrained = isinstance(p, StiefelParameter) and isinstance(optimizer, StiefelOptimizer)
+                yield optimizer, float(stiefel_lr(group, host=True) if constrained else group["lr"])
 
 
 def _rule(optimizer: Optimizer, constrained: bool) -> str:
@@ -115,6 +115,6 @@ def _problem(p: nn.Parameter, constrained: bool, owners: list[Optimizer]) -> str
         return "no optimizer steps it"
     if len(owners) > 1:
         return f"{len(owners)} parameter groups step it"
-    if constrained and not isinstance(owners[0], StiefelOptimizer):
+    if constrained and not getattr(owners[0], "keeps_stiefel", False):
         return f"{type(owners[0]).__name__} ignores the constraint: use an optimizer of ortho_vit.optim"
     return ""

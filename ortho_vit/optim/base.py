@@ -26,7 +26,7 @@ from ortho_vit.optim.batching import Batch, as_rows, block_keys
 from ortho_vit.optim.free import Checks, FreeRule, Group, Part, State, new_count
 from ortho_vit.optim.sharding import Sharding
 from ortho_vit.parameter import StiefelParameter, cut_blocks, cut_free
-from ortho_vit.stiefel import full_precision, orthogonality_error, polar, working_dtype
+from ortho_vit.stiefel import float32_precision, full_precision, orthogonality_error, polar, working_dtype
 
 Params = Iterable[Any]
 Layout = tuple[int, int, int]  # blocks and constrained rows of a parameter, and the batch it is stepped in
@@ -45,6 +45,7 @@ class BlockRule:
     exact: ClassVar[bool] = True  # it stays on the manifold
     starts_on_manifold: ClassVar[bool] = True
     squares_gradients: ClassVar[bool] = True  # so that a gradient must not be too large
+    stacks: ClassVar[bool] = True  # the blocks of several parameters may be stepped as one batch
 
     def reads_device(self, group: Group) -> str | None:
         """The option that makes a step read the device from the host, if there is one."""
@@ -255,9 +256,16 @@ class StiefelOptimizer(Optimizer):
             grads: list[Tensor] = []
             layouts: list[Layout | None] = []
             self._init_group(group, params, grads, layouts)
-            if params:
-                with full_precision(params[0].device):
-                    self._step_group(group, params, grads, layouts, norms)
+            for device in dict.fromkeys(p.device for p in (params[:1] if compiling else params)):
+                own = [i for i, p in enumerate(params) if compiling or p.device == device]
+                with full_precision(device):
+                    self._step_group(
+                        group,
+                        [params[i] for i in own],
+                        [grads[i] for i in own],
+                        [layouts[i] for i in own],
+                        norms,
+                    )
         if not compiling and (bad := self._sharding.exchange()) is not None:
             raise self._overflow(bad)
         return loss
@@ -298,7 +306,9 @@ class StiefelOptimizer(Optimizer):
     def _check_gradient(self, p: Tensor, g: Tensor, norm: float) -> None:
         problem = None if g.isfinite().all() else "not finite"
         if self.block_rule.squares_gradients and isinstance(p, StiefelParameter) and not problem:
-            largest = torch.finfo(working_dtype(g.dtype)).max ** 0.5 / 1000
+            dtype = working_dtype(g.dtype)
+            largest = torch.finfo(dtype).max ** 0.5 / 1000
+            norm = norm if math.isfinite(norm) else float(torch.linalg.vector_norm(g, dtype=dtype))
             problem = None if norm < largest else f"too large to be squared (its norm is {norm:.1g})"
         if problem:
             raise DivergedError(
@@ -313,7 +323,7 @@ class StiefelOptimizer(Optimizer):
         A layout is None for a free parameter.  Not traced by `torch.compile`, which runs this as Python.
         """
         traced = torch._guards.TracingContext.try_get() is not None
-        if traced and torch.get_float32_matmul_precision() != "highest":
+        if traced and float32_precision() != "highest":
             raise RuntimeError(
                 f"{type(self).__name__}: a compiled step cannot change the precision of its products; compile it under "
                 "torch.set_float32_matmul_precision('highest'), or compile the model and leave the step outside"
@@ -328,13 +338,19 @@ class StiefelOptimizer(Optimizer):
             layout: Layout | None = None
             if isinstance(p, StiefelParameter):
                 stacked = p.device.type != "cpu" if group["foreach"] is None else group["foreach"]
-                key = (p.shape, p.blocks, p.rows, p.dtype, p.device) if stacked else id(p)
+                together = stacked and self.block_rule.stacks
+                key = (p.shape, p.blocks, p.rows, p.dtype, p.device) if together else id(p)
                 layout = p.blocks, p.rows, batches.setdefault(key, len(batches))
             layouts.append(layout)
 
     def _init_state(self, p: Tensor, group: Group) -> None:
         """Create or correct the state of a parameter; most steps find it as they left it."""
         state, dtype = self.state[p], working_dtype(p.dtype)
+        if isinstance(p, StiefelParameter):
+            p.restore_layout()
+        elif self._cuts.pop(p, None) is not None:  # it was constrained before
+            for key in state.keys() - {"master"}:
+                del state[key]
         capturable = self.is_capturable(group, p.device)
         if p.dtype == dtype:
             state.pop("master", None)
@@ -459,6 +475,8 @@ class StiefelOptimizer(Optimizer):
         for x, old in zip((X, *states), before, strict=True):
             keep = finite & (lr != 0) if x is X else finite
             torch.where(keep, x, old, out=x)
+        for key in block_keys(state)[len(states) :]:  # which a first step has added
+            state[key] = torch.where(finite, state[key], 0)
 
     def _overflow(self, parameter: Tensor) -> DivergedError:
         return DivergedError(

@@ -294,7 +294,10 @@ def run_printed(
 ) -> None:
     """Make a step of `ortho_vit.optim.reference`, which has frames as columns, on blocks and their state in place."""
     old = [state[k] if k in "Zp" else state.get(k, torch.zeros_like(X)).mT for k in keys]
-    for x, new in zip((X.mT, *old), step(X.mT, G.mT, *old, **options), strict=True):
+    made = step(X.mT, G.mT, *old, **options)
+    if not made[0].isfinite().all():
+        raise ValueError("the step is not finite")
+    for x, new in zip((X.mT, *old), made, strict=True):
         x.copy_(new)
 
 

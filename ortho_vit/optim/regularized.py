@@ -20,6 +20,7 @@ class Penalized(BlockRule):
     checks: ClassVar[Checks] = {"penalty": (lambda x, _: 0 <= x < math.inf, "must be finite and >= 0")}
     exact = False
     starts_on_manifold = False
+    stacks = False  # torch's rule has one counter for each tensor
 
     def __init__(self, rule: FreeRule) -> None:
         self.rule = rule
@@ -31,8 +32,8 @@ class Penalized(BlockRule):
     def move(self, X, G, state, lr, group, norm, scratch) -> None:
         penalty = group["penalty"]
         X.copy_(torch.baddbmm(X, X @ X.mT, X, beta=1 + penalty, alpha=-penalty))
-        # torch counts the step itself; blocks of one batch are stepped together.  `maximize` is done already.
-        own = state | {"step": state["step"].flatten()[0] - 1}
+        # torch counts the step itself.  `maximize` is done already.
+        own = state | {"step": state["step"] - 1}
         options = group | {"lr": lr, "weight_decay": 0, "maximize": False}
         self.rule.step([Part(X, G, own)], options, norm is None)
         state |= {key: own[key] for key in own.keys() - {"step"}}

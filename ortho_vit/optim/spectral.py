@@ -86,6 +86,8 @@ class SpectralRule(BlockRule):
     def move(self, X, G, state, lr, group, norm, scratch) -> None:
         M = state["M"].mul_(group["momentum"]).add_(G)
         D = M - torch.bmm(sym(torch.bmm(M, X.mT)), X)
+        # rounding alone, which msign would make as long as any step
+        D = D * (frobenius(D) > 16 * torch.finfo(D.dtype).eps * frobenius(M))
         length = lr.clamp(max=LONGEST) if isinstance(lr, Tensor) else min(lr, LONGEST)
         Y, host = X - msign(D, group["ns_steps"]) * length, norm is not None
         retract(X, Y, *deviation(Y), host)

@@ -49,6 +49,7 @@ class Recorder(Callback):
         self.seconds = self.evaluation_seconds = 0.0
         self.folder: Path | None = None
         self._mark = self._written = 0.0
+        self._validated = False  # in this epoch
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -63,6 +64,9 @@ class Recorder(Callback):
         if self._mark - self._written > _PROGRESS_SECONDS:
             self._write_progress(trainer)
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated = not trainer.sanity_checking
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._count_time()
         if has_row(self.curve, trainer):
@@ -74,7 +78,7 @@ class Recorder(Callback):
             "step": trainer.global_step,
             "train_loss": finite_or_none(metrics.get("train/loss")),
             "train_accuracy": finite_or_none(metrics.get("train/accuracy")),
-            "val_accuracy": finite_or_none(metrics.get("val/accuracy")),
+            "val_accuracy": finite_or_none(metrics.get("val/accuracy")) if self._validated else None,
             **(evaluate(trainer, pl_module) if tested else {"test_loss": None, "test_accuracy": None}),
             "orthogonality": _orthogonality(pl_module),
             "lr": learning_rate(trainer),
@@ -83,6 +87,7 @@ class Recorder(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, AttentionStatistics):
                 point["attention"] = callback.latest
+        self._validated = False
         self.curve.append(point)
         self.evaluation_seconds += time.monotonic() - self._mark
         self._mark = time.monotonic()
@@ -143,13 +148,14 @@ class Recorder(Callback):
 
 @torch.no_grad()
 def evaluate(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
-    """Loss and accuracy on the test set, as `test` would compute them now; the model is left in training mode."""
+    """Loss and accuracy on the test set of the weights as they are (not of an average); the model stays in training mode."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     data.setup("test")
     pl_module.eval()
     loss = correct = count = 0.0
     for images, labels in data.test_dataloader():
-        images, labels = images.to(pl_module.device), labels.to(pl_module.device)
+        images = trainer.precision_plugin.convert_input(images.to(pl_module.device))
+        labels = labels.to(pl_module.device)
         with trainer.precision_plugin.forward_context():
             logits = pl_module.model(images)  # type: ignore[operator]
         loss += F.cross_entropy(logits.float(), labels, reduction="sum").item()

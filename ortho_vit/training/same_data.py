@@ -1,5 +1,7 @@
 """Whether data has the classes, and for a resumed run the images, that a model was trained on."""
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +49,10 @@ def _renaming(trained: Sequence[str], names: Sequence[str], data: Any) -> str:
     if not (ours and theirs and hasattr(data, "class_names")):
         return ""
     folder = next((key for key, name in data.class_names.items() if name == ours[0]), ours[0])
-    return f", rename some with --data.class_names '{{{folder}: {theirs[0]}}}'"
+    mapping = json.dumps(
+        {folder: theirs[0]}, ensure_ascii=False
+    )  # its quotes keep YAML from reading numbers or booleans
+    return f", rename some with --data.class_names {shlex.quote(mapping)}"
 
 
 def images_of(data: Any) -> str | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ class ProjectionResult:
     `projection` U (…, d, k); `plan` (…, n, m) the entropic plan at U; `value` Σ planᵢⱼ ‖Uᵀxᵢ − Uᵀyⱼ‖²,
     without the entropy; `history` (steps + 1, …) that value at the start and after every step, so `value`
     is its last row; `converged` whether the Riemannian gradient and the plan's marginals both came below
-    their tolerances.
+    their tolerances.  It is False where all points agree in their projections by `start`, though not otherwise: that is
+    the minimum, which no step leaves, so give another `start`.
     """
 
     projection: Tensor
@@ -83,6 +85,11 @@ def projection_robust_wasserstein(
     x, y, a, b, batch = _check_clouds(x, y, a, b)
     centre = 0.5 * (a.unsqueeze(-2) @ x + b.unsqueeze(-2) @ y)
     x, y = x - centre, y - centre  # the cost does not see a common shift; its rounding does
+    extent = torch.maximum(*(cloud.square().sum(-1).amax(-1) for cloud in (x, y)))
+    if not (4 * extent / reg).isfinite().all():
+        raise ValueError(
+            f"{WHO}: reg = {reg:g} is too small for costs up to {4 * extent.max():.3g}; raise it"
+        )
     parameter = StiefelParameter(_start_projection(start, x, k, batch))
     opt = _default_optimizer(x, y, a, b, [parameter]) if optimizer is None else optimizer([parameter])
     sign = 1.0 if opt.param_groups[0].get("maximize") else -1.0
@@ -101,12 +108,13 @@ def projection_robust_wasserstein(
         U = polar(parameter.detach())  # to rounding the parameter itself, unless its optimizer drifts
     now = evaluate(U, psi, keep_plan=True)
     history.append(now.value)
+    stuck = (now.gradient == 0).flatten(1).all(-1) & (extent > 0)  # at a minimum, which no step leaves
     return ProjectionResult(
         projection=U.reshape(*batch, -1, k),
         value=now.value.reshape(batch),
         plan=now.plan.reshape(*batch, *now.plan.shape[-2:]),
         history=torch.stack(history).reshape(-1, *batch),
-        converged=_is_flat(U, now, tolerance, sinkhorn_tolerance).reshape(batch),
+        converged=(_is_flat(U, now, tolerance, sinkhorn_tolerance) & ~stuck).reshape(batch),
     )
 
 
@@ -158,7 +166,7 @@ def _is_flat(U: Tensor, now: _Evaluation, tolerance: float, sinkhorn_tolerance: 
 def _start_projection(start: Tensor | None, x: Tensor, k: int, batch: torch.Size) -> Tensor:
     """The identity's first k columns for every pair, or `start` checked and made orthonormal to rounding."""
     d = x.shape[-1]
-    if not isinstance(k, int) or not 1 <= k <= d:
+    if not isinstance(k, Integral) or not 1 <= k <= d:
         raise ValueError(f"{WHO}: k must be between 1 and d = {d}, got {k}")
     if start is None:
         return torch.eye(d, k, dtype=x.dtype, device=x.device).repeat(len(x), 1, 1)

@@ -26,8 +26,8 @@ class SinkhornResult:
 
     `plan` (…, n, m); `potentials` f (…, n) and g (…, m) with plan = exp((f ⊕ g − C) / reg), −inf where a
     weight is zero; `value` the transport cost ⟨plan, C⟩, without the entropy; `iterations` the sweeps made;
-    `error` the ℓ¹ distance of the plan's marginals from a and b, summed over both; `converged` whether the
-    distance came below the tolerance.
+    `error` the ℓ¹ distance of the plan's marginals from a and b, summed over both; `converged` whether that
+    of the rows came below the tolerance: the columns are exact to rounding.
     """
 
     plan: Tensor

@@ -1,14 +1,18 @@
 """Class names belong to weights: data with other names, or another order of them, is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from ortho_vit.cli.export import parse
 from ortho_vit.cli.main import main
-from ortho_vit.data import Digits
+from ortho_vit.data import Digits, ImageFolder
+from ortho_vit.training.same_data import check_classes
 from tests.helpers.command_line import refused, train, work_in_copy
 from tests.helpers.image_files import class_folders
 from tests.helpers.small_run import digits, make_classifier, make_trainer
@@ -102,7 +106,7 @@ def test_a_mapping_that_does_not_fit_is_refused(renamed, capsys):
         ),
         ("{red_apple: leaf}", "class_names gives 'leaf' and 'red_apple' the same name, 'leaf'"),
         ("{leaf: apple}", "its class 1 is 'leaf', but that of ImageFolder is 'red_apple'"),
-        ("{red_apple: pear}", "rename some with --data.class_names '{red_apple: apple}'"),
+        ("{red_apple: pear}", """rename some with --data.class_names '{"red_apple": "apple"}'"""),
     ):
         assert main(["test", "--ckpt_path", RUN, "--data.class_names", mapping]) in (1, 2)
         assert message in capsys.readouterr().err
@@ -139,3 +143,17 @@ def test_from_python_too_and_data_without_names_is_compared_by_number(tmp_path):
     with pytest.raises(ValueError, match=r"last.ckpt is of other classes"):
         make_trainer(tmp_path).fit(make_classifier(), datamodule=Reversed(limit=128), ckpt_path=last)
     assert make_trainer(tmp_path).test(loaded, datamodule=Nameless(limit=32), verbose=False)
+
+
+def test_names_that_yaml_reads_as_numbers_or_booleans_are_names(tmp_path, monkeypatch):
+    for name in ("3", "yes"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "image.png")
+    data = ImageFolder(str(tmp_path), class_names={3: "three"}, val_size=0)
+    assert data.classes == ("three", "yes")
+    with pytest.raises(ValueError, match="its class 0 is '1', but that of ImageFolder is 'three'") as refusal:
+        check_classes(["1", "yes"], data, "run")
+    (hint,) = re.findall(r"--data.class_names '(.*)', or", str(refusal.value))
+    assert parse(["--ckpt_path", "x", "--name", "y", "--data.class_names", hint]).class_names == {"3": "1"}
+    options = parse(["--ckpt_path", "x", "--name", "y", "--data.class_names", "{ja: yes, 3: 1}"])
+    assert options.class_names == {"ja": "yes", "3": "1"}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import Logger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -254,12 +255,40 @@ def test_a_run_is_not_written_over_another(run, capsys):
     assert "or choose another folder: --trainer.default_root_dir" in line
 
 
-def test_another_logger_writes_its_own_files(folder, capsys):
+def test_another_logger_writes_its_own_files_and_the_folder_of_the_run_stays_where_it_is(folder):
     arguments = ["--config", "digits.yaml", "--config", str(REPOSITORY / "configs/parts/csv.yaml")]
-    assert main([*arguments, "--trainer.limit_train_batches", "1"]) == 0
-    assert "tensorboard" not in capsys.readouterr().out
-    with open("runs/csv/version_0/metrics.csv") as file:
-        assert {"val/accuracy", "train/loss"} <= set(next(csv.reader(file)))
+    assert main([*arguments, "--trainer.max_epochs", "1"]) == 0
+    assert main(["fit", "--ckpt_path", "runs/digits/version_0", "--trainer.max_epochs", "2"]) == 0
+    assert main(["test", "--ckpt_path", "best"]) == 0
+    assert [path.name for path in Path("runs/digits").iterdir()] == ["version_0"]
+    for part, epoch in (
+        ("version_0", "0"),
+        ("version_1", "1"),
+    ):  # those of the run that was resumed are not overwritten
+        with open(f"runs/csv/{part}/metrics.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert {"val/accuracy", "train/loss"} <= rows[0].keys()
+        assert {row["epoch"] for row in rows} - {""} == {epoch}
+    assert len(list(Path("runs/csv").iterdir())) == 2
+
+
+class Remote(Logger):
+    """A logger that has one folder for all runs, as those of Weights & Biases and MLflow have."""
+
+    name, version, save_dir = "remote", None, "runs"
+
+    def log_metrics(self, metrics, step=None): ...
+
+    def log_hyperparams(self, *args, **kwargs): ...
+
+
+def test_runs_with_a_logger_without_folders_have_folders_of_their_own(folder):
+    arguments = ["--config", "digits.yaml", "--trainer.logger", f"{__name__}.Remote"]
+    for _ in range(2):
+        assert main([*arguments, "--trainer.max_epochs", "1"]) == 0
+    assert sorted(map(str, Path("runs").glob("**/last.ckpt"))) == [
+        f"runs/digits/version_{n}/checkpoints/last.ckpt" for n in (0, 1)
+    ]
 
 
 def test_tensorboard_has_the_hyper_parameters(run):

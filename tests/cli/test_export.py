@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -144,13 +145,16 @@ def test_a_full_name_another_licence_and_overwriting(folder, capsys):
     assert Checkpoint.open(f"zoo/{NAME}.json").card.licence == "CC0-1.0"
 
 
-def test_a_place_on_one_machine_is_not_on_the_card(folder):
+def test_a_place_on_one_machine_is_not_on_the_card(folder, capsys):
     class_folders(folder / "images")
     data = f"--data ImageFolder --data.root {folder}/images --data.image_size 32 --data.val_size 4"
     model = "--model.name ortho_vit_pico --name own --trainer.max_epochs 1 --trainer.default_root_dir runs"
     assert main(["--config", "digits.yaml", *data.split(), *model.split()]) == 0
     assert export(folder, "--ckpt_path", "runs/own/version_0/checkpoints/last.ckpt", "--name", "own") == 0
+    printed = re.sub(r"[│\s]", "", capsys.readouterr().out)  # a table, whose cells may be folded
+    assert f"ortho_vit_pico.own.safetensors--data.root{folder}/images" in printed
     card = Checkpoint.open("zoo/ortho_vit_pico.own.json").card
+    assert card.command.endswith("ortho_vit_pico.own.safetensors --data.root FOLDER")
     assert card.classes == ["cat", "dog"]
     # None of the user's images unless asked for
     assert (card.golden.labels, card.golden.pixels) == ([], "synthetic")

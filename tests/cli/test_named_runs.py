@@ -145,3 +145,11 @@ def test_a_trial_that_fails_removes_nothing(folder, capsys):
     before = sorted(folder.rglob("*"))
     assert main(failing("--trainer.fast_dev_run", "2", "--model.optimizer.lr", "1e30")) == 1
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", ["best", "runs/digits"])
+def test_the_best_checkpoint_is_that_of_the_newest_run_or_its_last_without_validation(folder, capsys, path):
+    assert main([*FIT, "--data.val_size", "0", "--trainer.check_val_every_n_epoch", "1"]) == 0
+    newest = "runs/digits/version_2/checkpoints/last.ckpt"
+    assert Path(newest).is_file()
+    assert locate_checkpoint(path, Path("runs/digits"), "test") == newest

@@ -406,3 +406,11 @@ def test_nothing_to_test_on_is_said(tmp_path):
 )
 def test_wrong_arguments_are_answered_in_one_line(kwargs, message):
     assert one_line(ValueError, lambda: ImageFolder("x", **kwargs)) == message
+
+
+def test_images_beside_the_folders_of_classes_are_counted(tmp_path):
+    class_folders(tmp_path, parts=("train",))
+    image_file(tmp_path / "train" / "lost.png")
+    (tmp_path / "train" / "notes.txt").write_text("not an image")
+    data = image_folder(tmp_path)
+    assert data.skipped == [f"{tmp_path}/train/lost.png: not in the folder of a class"]

@@ -4,12 +4,23 @@ import json
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from PIL import Image
 
 from ortho_vit import create_model
-from ortho_vit.experiments.attention import attend, heads_of, image_of, main, measure, rollout
+from ortho_vit.experiments.attention import (
+    attend,
+    heads_of,
+    image_of,
+    main,
+    measure,
+    plot_attention,
+    rollout,
+)
 from ortho_vit.experiments.result import run_command
 from ortho_vit.models import find_checkpoint, save_checkpoint
+from ortho_vit.models.weights import free_counterpart
+from ortho_vit.pixels import normalize
 from tests.helpers.zoo_weights import ABOUT
 
 PIXELS = ABOUT["pixels"][:4]
@@ -75,3 +86,23 @@ def test_the_command_draws_both_figures(folder, capsys):
     assert capsys.readouterr().err == "error: block must be in [1, 2], got 3\n"
     assert run_command(main, [*arguments, "--weights", "ortho_vit_pico.gone"]) == 1
     assert "no checkpoint 'ortho_vit_pico.gone'" in capsys.readouterr().err
+
+
+def test_without_a_class_token_the_map_is_the_average_over_all_patches(folder, monkeypatch):
+    name = "ortho_vit_compact.within"
+    model = create_model("ortho_vit_compact", depth=2, num_classes=4)
+    save_checkpoint(model, name, folder=folder, **ANIMALS)
+    card, drawn = find_checkpoint(name).card, []
+    monkeypatch.setattr(Axes, "imshow", lambda axes, image, **options: drawn.append(image))
+    plot_attention(card, model, PIXELS[0])
+    _, attention = attend(model, normalize(PIXELS[:1], card.mean, card.std))
+    expected = [*attention[-1].mean(1), rollout(attention).mean(0)]
+    for image, looks in zip(drawn[1:], expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(image).flatten(), looks)
+
+
+def test_free_weights_are_those_of_the_same_architecture(folder):
+    assert free_counterpart(find_checkpoint(OURS).card) == FREE
+    model = create_model("ortho_vit_compact", depth=2, num_classes=4)
+    save_checkpoint(model, "ortho_vit_compact.x", folder=folder, **ANIMALS)
+    assert free_counterpart(find_checkpoint("ortho_vit_compact.x").card) is None

@@ -603,3 +603,27 @@ def test_hugging_faces_names_are_known():
     assert attention.query.weight.matrices().shape == (4, 12, 48)
     assert attention.query.core.shape == (4,)
     assert not hasattr(attention.key, "core")
+
+
+def test_a_scale_multiplies_biased_queries_and_so_the_logits():
+    torch.manual_seed(0)
+    attention = timm.layers.Attention(48, num_heads=4, qkv_bias=True)
+    nn.init.normal_(attention.qkv.bias)
+    x = torch.randn(2, 5, 48)
+    before = orthogonalize(attention, "within", scale=True).qkv(x)
+    with torch.no_grad():
+        attention.qkv.core.fill_(2.0)
+    after = attention.qkv(x)
+    torch.testing.assert_close(after[..., :48], 2 * before[..., :48])
+    torch.testing.assert_close(after[..., 48:], before[..., 48:])
+    attention.qkv.fold()
+    torch.testing.assert_close(attention.qkv(x), after)
+
+
+@pytest.mark.parametrize("first", ["qkv", "qk+mlp"])
+def test_a_second_call_with_fewer_projections_frees_the_others(first):
+    model = orthogonalize(vit(), "within", projections=first)
+    orthogonalize(model, "within", projections="qk")
+    once = orthogonalize(vit(), "within", projections="qk")
+    ours, expected = ({name: p.rows for name, p in stiefel_parameters(m)} for m in (model, once))
+    assert ours == expected

@@ -769,3 +769,16 @@ def test_timms_weights_are_known_by_their_name(monkeypatch):
     assert not build_from(spec.replace(num_classes=1000), f"{name}.fb_in1k")[1]
     with pytest.raises(CheckpointError, match="are of another model, 'deit_tiny_patch16_224'"):
         build_from(ModelSpec("ortho_vit_pico"), f"{name}.fb_in1k")
+
+
+def test_a_hub_folder_of_four_channels_keeps_its_patch_embedding(tmp_path):
+    name, images = "vit_tiny_patch16_224.x", torch.randn(2, 4, 32, 32)
+    arguments = {"img_size": 32, "embed_dim": 48, "patch_size": 8, "in_chans": 4}
+    model = build(name, "within", **arguments)
+    about = ABOUT | {"arguments": ARGUMENTS | arguments, "mean": [0.5] * 4, "std": [0.5] * 4}
+    about |= {"pixels": torch.randint(256, (8, 4, 32, 32), dtype=torch.uint8)}
+    path = save_checkpoint(model, name, folder=tmp_path, **about)
+    hub = export_for_hub(find_checkpoint(name, tmp_path), tmp_path / "hub")
+    loaded = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images), model(images), atol=1e-5, rtol=0)
+    torch.testing.assert_close(create_model(path, True).eval()(images), model(images))

@@ -1,10 +1,12 @@
 """What moves by which rule, and what does not move at all."""
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ortho_vit import audit, constrain, optim, orthogonality_error, project_
+from ortho_vit.transport.projection import RGAS
 
 
 def network():
@@ -54,3 +56,19 @@ def test_an_average_is_projected_onto_the_manifold():
     assert project_(average) is average
     assert orthogonality_error(average) < 1e-6
     assert torch.equal(average.module[1].weight, free)
+
+
+def test_the_rate_of_blocks_follows_the_schedule():
+    model = network()
+    optimizer = optim.StiefelSGD(model.parameters(), lr=0.1, stiefel_lr=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    optimizer.step()
+    scheduler.step()
+    rates = {row.name: row.lr for row in audit(model, optimizer).rows}
+    assert rates["0.weight"] == pytest.approx(0.04)
+    assert rates["1.weight"] == pytest.approx(0.01)
+
+
+def test_an_optimizer_of_the_transport_problem_keeps_the_constraint():
+    model = constrain(nn.Linear(4, 8, bias=False))
+    assert not audit(model, RGAS(model.parameters(), lr=0.1)).problems

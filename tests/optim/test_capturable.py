@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -126,6 +128,51 @@ def test_a_gradient_that_is_not_finite_leaves_its_blocks_and_their_state_as_they
     for key in before.keys() - {"step"}:
         assert torch.equal(after[key][1], before[key][1])
         assert torch.equal(after[key][[0, 2]], expected[key][[0, 2]])
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_a_first_gradient_that_is_not_finite_is_forgotten(name):
+    torch.manual_seed(0)
+    p = StiefelParameter(random_stiefel(4, 9))
+    options = {"qr_every": None} if name.startswith("Projected") else {}
+    optimizer = getattr(optim, name)([p], lr=0.01, capturable=True, **options)
+    for value in (math.nan, 1.0):
+        p.grad = torch.full_like(p, value)
+        optimizer.step()
+    assert p.isfinite().all()
+
+
+def test_parameters_on_several_devices_may_share_a_group():
+    parameters = [
+        StiefelParameter(random_stiefel(4, 9)),
+        constrain(nn.Linear(9, 4, device="meta"), init="keep").weight,
+    ]
+    optimizer = optim.StiefelSGD(parameters, lr=0.1)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    before = parameters[0].detach().clone()
+    optimizer.step()
+    assert not torch.equal(parameters[0], before)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_the_newer_options_of_torch_for_precision_change_nothing(backend):
+    """In a process of its own: torch then refuses its older function."""
+    code = f"""
+import torch
+from ortho_vit import StiefelParameter, orthogonality_error
+from ortho_vit.optim import StiefelSGD
+from ortho_vit.stiefel import random_stiefel
+torch.backends.{backend}.matmul.fp32_precision = "tf32"
+p = StiefelParameter(random_stiefel(4, 64, 128))
+optimizer = StiefelSGD([p], lr=0.1)
+for _ in range(3):
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+assert orthogonality_error(p) < 2e-6
+assert torch.backends.{backend}.matmul.fp32_precision == "tf32"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_cannot_be_captured_says_why():

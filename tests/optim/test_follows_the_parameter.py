@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ortho_vit import StiefelParameter, constrain, optim, orthogonality_error
+from ortho_vit.models import release
 from ortho_vit.stiefel import random_stiefel
 
 EXACT = ("StiefelSGD", "StiefelAdam", "MomentumlessStiefelSGD")
@@ -254,3 +255,52 @@ def test_the_euclidean_metric_holds_at_any_learning_rate_too(lr):
 def test_counts_are_whole_numbers(name, options):
     with pytest.raises(ValueError, match=f"{name}: {next(iter(options))} must be"):
         getattr(optim, name)([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", optim.__all__)
+def test_parameters_with_different_histories_are_stepped_as_if_alone(name, first):
+    """As where a layer is unfrozen later: in one batch, each keeps its own momentum and counter."""
+
+    def trained(foreach):
+        torch.manual_seed(0)
+        parameters = [StiefelParameter(random_stiefel(4, 9)) for _ in range(2)]
+        optimizer = getattr(optim, name)(parameters, lr=0.01, foreach=foreach)
+        for step in range(6):
+            for i, p in enumerate(parameters):
+                p.grad = torch.randn_like(p) if step > 1 or i == first else None
+            optimizer.step()
+        return parameters
+
+    for together, alone in zip(trained(True), trained(False), strict=True):
+        assert (together - alone).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_a_batch_of_matrices_is_trained_after_a_change_of_memory_format(name):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.p = StiefelParameter(random_stiefel(2, 3, 4, 8))
+    model.to(memory_format=torch.channels_last)
+    optimizer = getattr(optim, name)(model.parameters(), lr=0.1)
+    before = model.p.detach().clone()
+    model.p.grad = torch.randn_like(model.p)
+    optimizer.step()
+    assert (model.p - before).abs().max() > 1e-3
+    assert model.p.matrices().data_ptr() == model.p.data_ptr()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", optim.__all__)
+def test_released_parameters_are_stepped_as_free_ones(name, foreach):
+    torch.manual_seed(0)
+    layers = [constrain(nn.Linear(8, 4), rows=2) for _ in range(2)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = getattr(optim, name)(parameters, lr=0.01, foreach=foreach)
+    train(layers, optimizer, 2)
+    for layer in layers:
+        release(layer)
+    train(layers, optimizer, 2)
+    fresh = getattr(optim, name)(parameters, lr=0.01, foreach=foreach)
+    fresh.load_state_dict(optimizer.state_dict())
+    train(layers, fresh, 1)

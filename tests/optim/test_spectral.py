@@ -68,3 +68,13 @@ def test_free_matrices_follow_torch_muon_and_the_rest_adamw(shape, adjust):
     length = (theirs.detach() - before).abs().max()
     assert (W - theirs).abs().max() < 0.05 * length
     assert torch.equal(b, c)
+
+
+def test_a_gradient_without_a_tangent_part_moves_nothing():
+    torch.manual_seed(0)
+    p = StiefelParameter(random_stiefel(32, 96))
+    before = p.detach().clone()
+    optimizer = optim.StiefelMuon([p], lr=0.1)
+    p.grad = 3 * before
+    optimizer.step()
+    assert (p - before).abs().max() < 1e-6

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortho_vit import StiefelParameter, constrain, optim, orthogonality_error
+from ortho_vit.errors import DivergedError
 from ortho_vit.stiefel import random_stiefel
 
 ALL = optim.__all__
@@ -500,3 +501,35 @@ def test_a_learning_rate_of_another_version_resumes():
     resumed = optim.StiefelAdam(twin.parameters(), lr=1.0)
     resumed.load_state_dict(old)
     assert train(model, optimizer, 3) == train(twin, resumed, 3)
+
+
+def test_a_printed_step_that_overflows_is_not_written():
+    torch.manual_seed(0)
+    p = StiefelParameter(random_stiefel(4, 9))
+    optimizer = optim.StiefelSGD([p], lr=10.0, momentum=0.9, integrator="paper", inner_steps=2)
+
+    def run():
+        for _ in range(100):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+
+    with pytest.raises(DivergedError, match="the step overflowed; lower the learning rate"):
+        run()
+    assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_half_precision_gradients_whose_norm_half_precision_cannot_hold_are_taken(name):
+    p = StiefelParameter(random_stiefel(8, 64).half())
+    p.grad = torch.full_like(p, 60000.0)
+    getattr(optim, name)([p], lr=1e-6).step()
+    assert p.isfinite().all()
+
+
+def test_another_optimizer_whose_parameters_were_removed_still_steps():
+    model = network()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    del optimizer.param_groups[0]["params"][1:]
+    train(model, torch.optim.SGD(model[2].parameters(), lr=0.1), 1)
+    with pytest.warns(UserWarning, match="SGD steps the constrained parameter 0.weight"):
+        optimizer.step()

@@ -112,3 +112,17 @@ def test_the_test_set_is_evaluated_as_often_as_asked_for(tmp_path):
     assert all(0 <= point["val_accuracy"] <= 1 for point in recorder.curve)
     with pytest.raises(ValueError, match="every_n_epochs must be at least 1, got 0"):
         Recorder(every_n_epochs=0)
+
+
+def test_epochs_without_validation_have_no_validation_accuracy(tmp_path):
+    trainer = make_trainer(tmp_path, Recorder(), max_epochs=3, check_val_every_n_epoch=2)
+    data = digits()
+    trainer.fit(make_classifier(), data)
+    curve = trainer.callbacks[[isinstance(c, Recorder) for c in trainer.callbacks].index(True)].curve
+    assert [point["val_accuracy"] is not None for point in curve] == [False, True, False]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_run_of_another_precision_is_recorded(tmp_path, precision):
+    fit(tmp_path, make_classifier(), precision=precision)
+    assert read(tmp_path)["status"] == "finished"

@@ -359,3 +359,20 @@ def test_the_baselines_refuse_what_they_cannot_move(make: Callable[..., Optimize
         make([plain], lr=0.1).step()
     with pytest.raises(ValueError, match=r"beta must be between 0 and 1, got 1\.5"):
         RAGAS([StiefelParameter(torch.eye(3, 2))], lr=0.1, beta=1.5)
+
+
+def test_a_start_at_the_minimum_is_not_called_converged() -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(30, 10), torch.rand(30, 10) + 1
+    x[:, :2] = y[:, :2] = 0
+    result = projection_robust_wasserstein(x, y, k=2, reg=0.1)
+    assert result.value == 0
+    assert not result.converged
+    other = projection_robust_wasserstein(x, y, k=np.int64(2), reg=0.1, start=torch.randn(10, 2))
+    assert other.value > 1
+
+
+def test_a_regularisation_too_small_for_the_costs_is_named() -> None:
+    x, y = 1e6 * torch.rand(2, 8, 4)
+    with pytest.raises(ValueError, match="reg = 1e-30 is too small for costs up to"):
+        projection_robust_wasserstein(x, y, k=2, reg=1e-30)
