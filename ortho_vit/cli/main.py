@@ -243,12 +243,12 @@ class CommandLine(LightningCLI):
         config, trainer = self.config_init, self.config_init.trainer
         kwargs |= launched_processes(trainer.devices, trainer.num_nodes)
         self._is_new = False  # whether a folder has to be created for the run
-        others = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
-        others = [logger for logger in others if not isinstance(logger, bool | None)]
+        loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+        own = [logger for logger in loggers if not isinstance(logger, bool | None)]  # the user's
         if self.command != "fit":
             kwargs["logger"] = False
-        elif trainer.logger not in (False, []) and not isinstance([*others, None][0], TensorBoardLogger):
-            # the first logger decides where the run's folder is
+        elif trainer.logger in (None, True) or (own and not isinstance(own[0], TensorBoardLogger)):
+            # The first logger decides where the run's folder is
             run = run_of(config.ckpt_path) if config.ckpt_path else None
             self._is_new = run is None
             folder, name, version = trainer.default_root_dir, config.name, None
@@ -256,7 +256,7 @@ class CommandLine(LightningCLI):
                 folder, name, version = run.parent, "", run.name
             kwargs["logger"] = [
                 reporting.TensorBoard(folder, name, version, default_hp_metric=False),
-                *others,
+                *own,
             ]
         self.history = reporting.History()
         # Reporting callbacks run after the callbacks that compute metrics

@@ -49,9 +49,8 @@ def _renaming(trained: Sequence[str], names: Sequence[str], data: Any) -> str:
     if not (ours and theirs and hasattr(data, "class_names")):
         return ""
     folder = next((key for key, name in data.class_names.items() if name == ours[0]), ours[0])
-    mapping = json.dumps(
-        {folder: theirs[0]}, ensure_ascii=False
-    )  # its quotes keep YAML from reading numbers or booleans
+    # Quotes, so that YAML reads neither numbers nor booleans
+    mapping = json.dumps({folder: theirs[0]}, ensure_ascii=False)
     return f", rename some with --data.class_names {shlex.quote(mapping)}"
 
 
