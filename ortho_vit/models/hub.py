@@ -1,5 +1,6 @@
 """Publish a trained model: weights and card for the zoo, or a folder for the Hugging Face hub."""
 
+import copy
 import hashlib
 import os
 import platform
@@ -74,6 +75,8 @@ def save_checkpoint(
     weights = safetensors.torch.save(tensors, metadata={"format": "pt", "name": name})
     if pixels is None:
         pixels, labels = synthetic_images([8, *_input_size(model)]), ()
+    narrow = any(p.dtype.itemsize < 4 for p in model.parameters())
+    as_loaded = copy.deepcopy(model).float() if narrow else model
     noted: dict[str, Any] = getattr(model, "orthogonal", ModelSpec(name).attention)
     card = Card(
         name=name,
@@ -93,7 +96,7 @@ def save_checkpoint(
         sha256=hashlib.sha256(weights).hexdigest(),
         versions={"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__},
         licence=licence,
-        golden=Golden.of(pixels, labels, golden_logits(model, pixels, mean, std)),
+        golden=Golden.of(pixels, labels, golden_logits(as_loaded, pixels, mean, std)),
     )
     write_checkpoint(target, weights, card, overwrite, check=verify_checkpoint)
     return target

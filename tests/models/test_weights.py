@@ -782,3 +782,9 @@ def test_a_hub_folder_of_four_channels_keeps_its_patch_embedding(tmp_path):
     loaded = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images), model(images), atol=1e-5, rtol=0)
     torch.testing.assert_close(create_model(path, True).eval()(images), model(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_are_saved_with_the_logits_they_will_have(tmp_path, dtype):
+    save_checkpoint(build().to(dtype), NAME, folder=tmp_path, **ABOUT)
+    assert verify_checkpoint(find_checkpoint(NAME, tmp_path)) < 1e-5
